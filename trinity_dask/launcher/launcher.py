@@ -1,0 +1,148 @@
+"""The launcher: a Dask actor on the control worker that runs a job's stages in order.
+
+Invariant: the launcher always reaches one of the final states ``done``, ``failed`` or
+``interrupted``; a stage that fails stops the job, and ``stage_meta.json`` says where to go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import traceback
+from pathlib import Path
+from typing import Any, Optional
+
+from trinity_dask.config.schema import Config
+from trinity_dask.launcher.job_lock import JobLock
+from trinity_dask.launcher.stage import StageRunner
+from trinity_dask.launcher.status import FINAL_STATES, StatusBoard
+from trinity_dask.manager.state_manager import StateManager
+from trinity_dask.workflows.loading import load_callable
+
+log = logging.getLogger("trinity_dask.launcher")
+
+
+class Launcher:
+    """Runs ``stages`` (each a validated config) under the lock of ``base_dir``."""
+
+    def __init__(self, stages: list[Config], base_dir: str, run_id: str) -> None:
+        self.stages = stages
+        self.base_dir = base_dir
+        self.run_id = run_id
+        self.state = StateManager(base_dir)
+        self._board: Optional[StatusBoard] = None
+        self._task: Optional[asyncio.Task[None]] = None
+        self._stage: Optional[StageRunner] = None
+        self._stop_reason: Optional[str] = None
+
+    # called by the driver ----------------------------------------------------------
+    async def start(self) -> dict[str, Any]:
+        """Begin; a second call changes nothing. Returns what identifies the run."""
+        if self._task is None:
+            self._board = StatusBoard(n_stages=len(self.stages), run_id=self.run_id)
+            self._task = asyncio.get_running_loop().create_task(self._run())
+        return {"run_id": self.run_id, "base_dir": self.base_dir, "job_dirs": self.job_dirs}
+
+    async def status(self, seen: int = 0, timeout_s: float = 0.0) -> dict[str, Any]:
+        """The status once its version exceeds ``seen``, or after ``timeout_s`` seconds."""
+        if self._board is None:
+            return {"state": "starting", "version": 0, "message": ""}
+        return await self._board.wait(seen, timeout_s)
+
+    async def stop(self, reason: str = "stop requested") -> None:
+        """Finish the current train step, save, and end as ``interrupted``."""
+        if self._board is None or self._board.state in FINAL_STATES:
+            return
+        self._stop_reason = reason
+        await self._board.update(state="stopping", message=reason)
+        if self._stage is not None:
+            await self._stage.stop()
+
+    @property
+    def job_dirs(self) -> list[str]:
+        return [str(stage.job_dir) for stage in self.stages]
+
+    # the job -------------------------------------------------------------------------
+    async def _run(self) -> None:
+        assert self._board is not None
+        try:
+            async with JobLock(self.base_dir):
+                await self._run_stages()
+            final = "interrupted" if self._stop_reason else "done"
+            await self._board.update(state=final, message=self._stop_reason or "")
+        except BaseException as error:
+            log.error("the run failed:\n%s", traceback.format_exc())
+            await self._board.update(state="failed", message=describe(error))
+            if not isinstance(error, Exception):
+                raise
+
+    async def _run_stages(self) -> None:
+        first = self._first_stage()
+        if first >= len(self.stages):
+            log.info("all %d stage(s) of %s are finished", len(self.stages), self.base_dir)
+        for index in range(first, len(self.stages)):
+            if self._stop_reason:
+                return
+            await self._run_stage(index)
+            if not self._stop_reason:
+                self.state.save_stage(index, finished=True)
+
+    def _first_stage(self) -> int:
+        if not self.stages[0].continue_from_checkpoint:
+            return 0
+        meta = self.state.load_stage()
+        return int(meta.get("latest_stage", 0)) + bool(meta.get("finished", False))
+
+    async def _run_stage(self, index: int) -> None:
+        assert self._board is not None
+        stage = self.stages[index]
+        self.state.save_stage(index)
+        await self._board.update(
+            state="running", stage=stage.stage_name or stage.name, stage_index=index,
+            mode=stage.mode,
+        )
+        await self._prepare_data(stage)
+        previous = self.stages[index - 1] if index else None
+        self._stage = StageRunner(stage, self._board, self.run_id, previous)
+        try:
+            if self._stop_reason is None:
+                await self._stage.run()
+        finally:
+            self._stage = None
+
+    async def _prepare_data(self, stage: Config) -> None:
+        """The preset's own preparation: data sets and models that are made, not fetched."""
+        if stage.prepare:
+            assert self._board is not None
+            await self._board.update(message=f"preparing data ({stage.prepare})")
+            prepare = load_callable(stage.prepare)
+            await asyncio.to_thread(prepare, stage, **stage.prepare_args)
+            await self._board.update(message="")
+
+    async def close(self) -> None:
+        """Cancel what runs (bounded); used when the driver cannot wait any longer."""
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait_for(self._task, 30.0)
+
+
+def describe(error: BaseException) -> str:
+    """One line: the type, the message, and the root cause when it says more."""
+    line = f"{type(error).__name__}: {error}"
+    cause = error.__cause__
+    if cause is not None and str(cause) not in line:
+        line += f" (caused by {type(cause).__name__}: {cause})"
+    return line
+
+
+def latest_export(job_dir: str | Path) -> Optional[str]:
+    """The newest complete Hugging Face export of a stage, or None."""
+    from trinity_dask.trainer.checkpoint import complete_checkpoints
+
+    for checkpoint in reversed(complete_checkpoints(job_dir)):
+        export = Path(checkpoint) / "huggingface"
+        if (export / "config.json").exists():
+            return str(export)
+    return None

@@ -1,0 +1,51 @@
+"""What a stage's engines and its start model are, derived from its config."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Optional
+
+from trinity_dask.cluster.slots import engine_slot
+from trinity_dask.config.schema import Config
+from trinity_dask.models.checks import check_model_dir
+from trinity_dask.models.protocol import EngineSpec
+from trinity_dask.trainer.checkpoint import latest_hf_export
+
+
+def engine_specs(cfg: Config) -> list[EngineSpec]:
+    """One engine per rollout worker."""
+    engine = cfg.explorer.rollout_model
+    device = "cuda" if cfg.cluster.rollout.gpus_per_worker else "cpu"
+    return [
+        EngineSpec(
+            slot=engine_slot(i),
+            engine_type=engine.engine_type,
+            model_path=cfg.model.model_path,
+            config=asdict(engine),
+            model=asdict(cfg.model),
+            device=device,
+        )
+        for i in range(cfg.cluster.rollout.n_workers)
+    ]
+
+
+def stage_model_path(cfg: Config, previous: Optional[Config]) -> str:
+    """The directory this stage starts from: the previous stage's newest export, if any.
+
+    Raises:
+        FileNotFoundError: the previous stage left no complete export.
+        ValueError: the directory lacks weights, config or tokenizer (says which).
+    """
+    path = cfg.model.model_path
+    if previous is not None:
+        export = latest_hf_export(Path(str(previous.job_dir)))
+        if export is None:
+            raise FileNotFoundError(
+                f"stage {cfg.stage_name!r} starts from stage {previous.stage_name!r}, but "
+                f"{previous.job_dir} holds no complete Hugging Face export; run that stage "
+                f"with trainer.save_hf_checkpoint=last"
+            )
+        path = str(export)
+    check_model_dir(path)
+    return path

@@ -1,0 +1,19 @@
+"""What keeps explorer and trainer in step: synchronizer, weight group, engine pool, accounts, state files."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_LAZY = {
+    "Synchronizer": "trinity_dask.manager.synchronizer",
+    "StateManager": "trinity_dask.manager.state_manager",
+    "EnginePool": "trinity_dask.manager.engine_pool",
+}
+__all__ = list(_LAZY)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'trinity_dask.manager' has no attribute {name!r}")

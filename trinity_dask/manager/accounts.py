@@ -1,0 +1,117 @@
+"""The accounts: every run and every row of a lineage ends in exactly one place.
+
+Invariant (checked while the run goes on and once more at its end):
+
+* runs:  scheduled = succeeded + failed + cancelled, for every committed batch;
+* rows:  produced = committed + filtered, for every committed batch;
+* rows:  committed = consumed + queued + leased, in the buffer;
+* rows:  consumed = trained, over the lineage (all incarnations of the job).
+
+Durable numbers come from the manifests and the trainer's checkpoint, so they hold over
+crashes; a batch that was in flight at a crash has no manifest and is simply run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+
+class AccountsError(RuntimeError):
+    """The accounts do not balance: samples were lost or counted twice."""
+
+
+@dataclass(frozen=True)
+class BatchAccounts:
+    """Counts of one batch: runs (scheduled to cancelled) and rows (produced to filtered)."""
+
+    scheduled: int = 0
+    succeeded: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    produced: int = 0
+    committed: int = 0
+    filtered: int = 0
+
+    @classmethod
+    def from_meta(cls, meta: Mapping[str, Any]) -> BatchAccounts:
+        accounts = meta.get("accounts", {})
+        return cls(**{f.name: int(accounts.get(f.name, 0)) for f in fields(cls)})
+
+    def __add__(self, other: BatchAccounts) -> BatchAccounts:
+        mine, theirs = asdict(self), asdict(other)
+        return BatchAccounts(**{name: mine[name] + theirs[name] for name in mine})
+
+    def errors(self, name: str) -> list[str]:
+        found = []
+        if self.scheduled != self.succeeded + self.failed + self.cancelled:
+            found.append(
+                f"{name}: {self.scheduled} runs scheduled, but {self.succeeded} succeeded + "
+                f"{self.failed} failed + {self.cancelled} cancelled"
+            )
+        if self.produced != self.committed + self.filtered:
+            found.append(
+                f"{name}: {self.produced} rows produced, but {self.committed} committed + "
+                f"{self.filtered} filtered"
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class Accounts:
+    """The whole lineage at one moment. Rows unless the name says runs."""
+
+    batches: int
+    total: BatchAccounts
+    consumed: int
+    queued: int
+    leased: int
+    trained: int
+
+    def errors(self) -> list[str]:
+        found = self.total.errors("all batches")
+        held = self.consumed + self.queued + self.leased
+        if self.total.committed != held:
+            found.append(
+                f"buffer: {self.total.committed} rows committed, but {self.consumed} consumed + "
+                f"{self.queued} queued + {self.leased} leased"
+            )
+        if self.trained != self.consumed:
+            found.append(f"trainer: {self.consumed} rows consumed, but {self.trained} trained")
+        return found
+
+    def as_dict(self) -> dict[str, int]:
+        flat = asdict(self.total)
+        return {
+            "batches": self.batches,
+            **flat,
+            "consumed": self.consumed,
+            "queued": self.queued,
+            "leased": self.leased,
+            "trained": self.trained,
+        }
+
+
+def lineage_accounts(
+    manifests: Iterable[Any], buffer_stats: Mapping[str, Any], trained_rows: int
+) -> Accounts:
+    """Accounts from the store's manifests, the buffer's counters and the trainer's count."""
+    total, batches = BatchAccounts(), 0
+    for manifest in manifests:
+        total, batches = total + BatchAccounts.from_meta(manifest.meta), batches + 1
+    return Accounts(
+        batches=batches,
+        total=total,
+        consumed=int(buffer_stats["consumed_rows"]),
+        queued=int(buffer_stats["queued_rows"]),
+        leased=int(buffer_stats["leased_rows"]),
+        trained=trained_rows,
+    )
+
+
+def require_balanced(accounts: Accounts) -> None:
+    """Raise :class:`AccountsError` with every equation that does not hold."""
+    errors = accounts.errors()
+    if errors:
+        raise AccountsError("the accounts do not balance: " + "; ".join(errors))

@@ -1,0 +1,111 @@
+"""Small JSON files that say how far a job is: stage, explorer, trainer.
+
+Invariant: a reader sees the old content or the new content, never a part (temporary file,
+fsync, rename, fsync of the directory).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace ``path`` with ``value`` as JSON, atomically and durably.
+
+    Raises:
+        OSError: the disk is full or the directory cannot be written; ``path`` is unchanged.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(value, file, indent=1, sort_keys=True)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _fsync_directory(path.parent)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in ``path``, or None when there is no such file.
+
+    Raises:
+        ValueError: the file is not a JSON object (names it).
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"state file {path} is not JSON ({error}); remove it to start over") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"state file {path} holds a {type(value).__name__}, not an object")
+    return value
+
+
+def _fsync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class StateManager:
+    """Load and save the progress files of one job directory.
+
+    File names follow Trinity-RFT: ``<explorer>_meta.json``, ``<trainer>_meta.json``,
+    ``stage_meta.json``, ``<explorer>_server_url.txt``.
+    """
+
+    def __init__(
+        self, path: str | Path, explorer_name: str = "explorer", trainer_name: str = "trainer"
+    ) -> None:
+        self.path = Path(path)
+        self.explorer_file = self.path / f"{explorer_name}_meta.json"
+        self.trainer_file = self.path / f"{trainer_name}_meta.json"
+        self.stage_file = self.path / "stage_meta.json"
+        self.server_url_file = self.path / f"{explorer_name}_server_url.txt"
+
+    def save_explorer(self, current_step: int, taskset_states: list[dict[str, Any]]) -> None:
+        write_json(
+            self.explorer_file,
+            {"latest_iteration": current_step, "taskset_states": taskset_states},
+        )
+
+    def load_explorer(self) -> dict[str, Any]:
+        return read_json(self.explorer_file) or {}
+
+    def save_trainer(self, current_step: int, sample_strategy_state: dict[str, Any]) -> None:
+        write_json(
+            self.trainer_file,
+            {"latest_iteration": current_step, "sample_strategy_state": sample_strategy_state},
+        )
+
+    def load_trainer(self) -> dict[str, Any]:
+        return read_json(self.trainer_file) or {}
+
+    def save_stage(self, latest_stage: int, finished: bool = False) -> None:
+        """Stage ``latest_stage`` is the one to run (or, when finished, the last one done)."""
+        write_json(self.stage_file, {"latest_stage": latest_stage, "finished": finished})
+
+    def load_stage(self) -> dict[str, Any]:
+        return read_json(self.stage_file) or {}
+
+    def save_explorer_server_url(self, url: str) -> None:
+        self.server_url_file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.server_url_file.with_suffix(".tmp")
+        temporary.write_text(url, encoding="utf-8")
+        os.replace(temporary, self.server_url_file)
+
+    def load_explorer_server_url(self) -> str | None:
+        try:
+            return self.server_url_file.read_text(encoding="utf-8").strip() or None
+        except FileNotFoundError:
+            return None

@@ -1,0 +1,73 @@
+"""Who is in the weight-transfer group, without I/O.
+
+Invariant: a generation has one fixed list of members; any change of members, or a failed
+transfer, starts a new generation. Rank 0 is trainer rank 0; engine ranks follow in slot
+order, each engine taking as many ranks as it has tensor-parallel workers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from trinity_dask.models.protocol import WeightGroupSpec
+
+
+@dataclass(frozen=True)
+class Member:
+    """An engine as the group sees it; ``incarnation`` changes when it is reborn."""
+
+    slot: str
+    incarnation: str
+    ranks: int = 1
+
+
+@dataclass
+class WeightGroup:
+    """The current generation and its members."""
+
+    backend: str
+    timeout_s: float
+    generation: int = 0
+    trainer: str | None = None
+    members: tuple[Member, ...] = field(default_factory=tuple)
+    formed: bool = False
+
+    def is_current(self, trainer: str, members: tuple[Member, ...]) -> bool:
+        return self.formed and self.trainer == trainer and self.members == members
+
+    def next_generation(
+        self, trainer: str, members: tuple[Member, ...], host: str, port: int
+    ) -> dict[str, WeightGroupSpec]:
+        """Specs by slot of a new generation; the key ``"trainer"`` is rank 0's.
+
+        Raises:
+            ValueError: no engine to send to.
+        """
+        if not members:
+            raise ValueError("a weight-transfer group needs at least one engine")
+        self.generation += 1
+        self.trainer, self.members, self.formed = trainer, members, False
+        world = 1 + sum(member.ranks for member in members)
+        specs = {"trainer": self._spec(host, port, world, 0)}
+        offset = 1
+        for member in members:
+            specs[member.slot] = self._spec(host, port, world, offset)
+            offset += member.ranks
+        return specs
+
+    def mark_formed(self) -> None:
+        self.formed = True
+
+    def mark_broken(self) -> None:
+        self.formed = False
+
+    def _spec(self, host: str, port: int, world: int, offset: int) -> WeightGroupSpec:
+        return WeightGroupSpec(
+            host=host,
+            port=port,
+            world_size=world,
+            rank_offset=offset,
+            generation=self.generation,
+            backend=self.backend,
+            timeout_s=self.timeout_s,
+        )

@@ -1,0 +1,145 @@
+"""What an engine is: token ids in, token ids with log-probs and versions out.
+
+Invariant: an engine never sees text. The ids it returns are the ids it sampled, and
+every returned token carries its log-prob under the processed distribution (temperature
+applied) and the model version that produced it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Optional, Protocol
+
+import numpy as np
+
+FINISH_STOP = "stop"  # the model ended the answer
+FINISH_LENGTH = "length"  # cut at max_tokens or at the model length: truncated
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Sampling of one request.
+
+    ``temperature`` 0 is greedy. ``max_tokens`` bounds the response. ``stop_token_ids``
+    is added to the model's own end-of-sequence ids. ``seed`` makes a request repeatable.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    seed: Optional[int] = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled answer.
+
+    token_ids int32 ``[response]``, logprobs float32 ``[response]`` at the sampling
+    temperature (0 entropy convention at temperature 0: log-prob at temperature 1),
+    versions int32 ``[response]``, finish_reason ``stop`` or ``length``.
+    """
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class WeightGroupSpec:
+    """Rendezvous of one generation of the weight-transfer group.
+
+    Rank 0 is trainer rank 0; ``rank_offset`` is the first rank of the engine this spec
+    is handed to. The TCP store is served by rank 0 at ``host:port``.
+    """
+
+    host: str
+    port: int
+    world_size: int
+    rank_offset: int
+    generation: int
+    backend: str  # gloo | nccl
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    name: str
+    dtype: str  # torch dtype without the prefix, e.g. "float32"
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WeightUpdate:
+    """One version on its way to an engine.
+
+    ``method`` is ``nccl`` (receive over the group of ``generation``), or ``memory`` /
+    ``checkpoint`` (read the safetensors file at ``path``).
+    """
+
+    version: int
+    method: str
+    meta: tuple[TensorMeta, ...] = ()
+    generation: int = 0
+    path: Optional[str] = None
+    bucket_bytes: int = 64 << 20
+
+
+@dataclass(frozen=True)
+class WeightReceipt:
+    """What one side saw of an update; ``checksum`` must be equal on all sides."""
+
+    version: int
+    checksum: int  # weight_transfer.checksum over the bytes as received
+    n_bytes: int
+    seconds: float
+
+
+class InferenceEngine(Protocol):
+    """The engine inside a rollout worker. All methods run on the worker's event loop."""
+
+    model_version: int
+
+    async def prepare(self) -> dict[str, Any]:
+        """Load the model and start serving; returns facts for the log."""
+        ...
+
+    async def generate(
+        self, prompt_token_ids: list[int], sampling: SamplingParams, request_id: str
+    ) -> list[Completion]:
+        """Sample ``sampling.n`` answers. Cancelling the awaiting task aborts the request."""
+        ...
+
+    async def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> np.ndarray:
+        """Log-prob of every token after the first: float32 ``[len(token_ids) - 1]``."""
+        ...
+
+    async def init_weight_group(self, spec: WeightGroupSpec) -> None: ...
+
+    async def teardown_weight_group(self) -> None: ...
+
+    async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
+        """Pause, load, drop every prefix cache, set the version, resume."""
+        ...
+
+    async def stats(self) -> dict[str, float]:
+        """Counters: requests, generated_tokens, running, waiting."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass
+class EngineSpec:
+    """Everything an engine actor needs to be built on any worker."""
+
+    slot: str  # "engine-0"
+    engine_type: str
+    model_path: str
+    config: dict[str, Any] = field(default_factory=dict)  # RolloutModelConfig as a dict
+    model: dict[str, Any] = field(default_factory=dict)  # ModelConfig as a dict
+    device: str = "cpu"

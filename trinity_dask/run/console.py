@@ -1,0 +1,85 @@
+"""A run on the command line: progress, signals, the final tables, the exit code.
+
+Invariant: the exit code is 0 only for a run that ended ``done``; the first Ctrl-C (or
+SIGTERM) asks the run to save its state and exits 130, a second one does not wait for it.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Optional
+
+from trinity_dask.config import Config
+from trinity_dask.run.session import Run
+
+EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
+EXIT_CODES = {"done": EXIT_DONE, "failed": EXIT_FAILED, "interrupted": EXIT_INTERRUPTED}
+REFRESH_S = 1.0
+
+
+class _Interrupts:
+    """Counts SIGINT and SIGTERM; the first stops the run, the second gives up waiting."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.count = 0
+
+    def __call__(self, number: int, frame: Optional[FrameType]) -> None:
+        self.count += 1
+        name = signal.Signals(number).name
+        if self.count == 1:
+            print(f"\n{name}: saving the state; once more to leave without it", file=sys.stderr)
+            # a handler must not block: the call goes over the network
+            threading.Thread(target=self.run.stop, args=(f"interrupted by {name}",)).start()
+
+
+@contextmanager
+def _handled(interrupts: _Interrupts) -> Iterator[None]:
+    before = {s: signal.signal(s, interrupts) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run_from_cli(cfg: Config, overrides: Any = ()) -> int:
+    """Run ``cfg`` to its end and return the exit code (0, 1 or 130)."""
+    from trinity_dask.monitor.progress import open_progress
+
+    run = Run(cfg)
+    interrupts = _Interrupts(run)
+    with _handled(interrupts):
+        run.start()
+        with open_progress(run.cfg.monitor.progress) as progress:
+            status = _follow(run, interrupts, progress)
+        run.close()
+    return _finish(run, status, interrupts)
+
+
+def _follow(run: Run, interrupts: _Interrupts, progress: Any) -> dict[str, Any]:
+    status = run.status
+    while status["state"] not in EXIT_CODES:
+        if interrupts.count > 1:
+            return {**status, "state": "interrupted", "message": "left without waiting"}
+        status = run.wait_for_change(int(status["version"]), REFRESH_S)
+        progress.update({**status, "dashboard": run.dashboard_link})
+    return status
+
+
+def _finish(run: Run, status: dict[str, Any], interrupts: _Interrupts) -> int:
+    from trinity_dask.monitor.report import print_report
+
+    print_report(run.stages, status)
+    code = EXIT_CODES[status["state"]]
+    if code == EXIT_FAILED and interrupts.count:
+        code = EXIT_INTERRUPTED
+    if code == EXIT_FAILED:
+        print(f"error: {status.get('message')}", file=sys.stderr)
+        print(f"logs: {run.stages[0].job_dir}/log; the same command resumes", file=sys.stderr)
+    return code

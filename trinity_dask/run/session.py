@@ -1,0 +1,295 @@
+"""A run as an object: start it, watch it, stop it, find it again.
+
+Invariant: ``start`` returns at once and exactly one launcher actor exists per ``Run``; every
+way a run can end (done, failed, interrupted, cluster lost) ends ``wait`` with that state.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Optional
+
+from trinity_dask.cluster.actors import ActorRef, start_actor, stop_actor
+from trinity_dask.cluster.build import RunCluster, open_cluster
+from trinity_dask.cluster.rpc import ActorHandle, ActorLost, call
+from trinity_dask.cluster.slots import CONTROL
+from trinity_dask.config import Config, resolve, split_stages, validate
+from trinity_dask.launcher.launcher import Launcher
+from trinity_dask.launcher.status import FINAL_STATES
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from distributed import Client
+
+log = logging.getLogger("trinity_dask.run")
+
+PUBLISHED = "trinity-dask/"
+POLL_S = 2.0  # one long-poll of the launcher's status
+CALL_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 120.0
+MAX_RELAUNCHES = 2
+
+
+class RunFailed(RuntimeError):
+    """The run ended in state ``failed``; the message is the run's own."""
+
+
+class Run:
+    """One job: its stages on a cluster.
+
+    ``client`` (a synchronous ``distributed.Client``) runs the job on a cluster that already
+    exists; otherwise ``cfg.cluster`` says what to build. Usable as a context manager.
+    """
+
+    def __init__(self, cfg: Config | Any, client: Optional[Client] = None) -> None:
+        self.cfg = resolve(cfg)
+        validate(self.cfg)
+        self.stages = split_stages(self.cfg)
+        self.run_id = f"{self.cfg.name}-{uuid.uuid4().hex[:6]}"
+        self.base_dir = str(self.cfg.job_dir)
+        self._given_client = client
+        self._cluster: Optional[RunCluster] = None
+        self._client: Optional[Client] = client
+        self._ref: Optional[ActorRef] = None
+        self._handle: Optional[ActorHandle] = None
+        self._owner = True
+        self._relaunches = 0
+        self._status: dict[str, Any] = {"state": "starting", "version": 0, "message": ""}
+        self._thread: Optional[threading.Thread] = None
+        self._ended = threading.Event()
+        self._changed = threading.Condition()
+        self._stop_reason: Optional[str] = None
+
+    # life ----------------------------------------------------------------------------
+    def start(self) -> Run:
+        """Begin in the background. A second call changes nothing."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._drive, name="trinity-run", daemon=True)
+            self._thread.start()
+        return self
+
+    def wait(self, timeout: Optional[float] = None) -> dict[str, Any]:
+        """Block until the run has ended; returns the final status.
+
+        Raises:
+            TimeoutError: still running after ``timeout`` seconds (it goes on).
+            RunFailed: the run failed.
+        """
+        if self._thread is None:
+            raise RuntimeError("the run has not been started; call start() first")
+        if not self._ended.wait(timeout):
+            raise TimeoutError(f"the run is still {self.state} after {timeout} s; it goes on")
+        if self.state == "failed":
+            raise RunFailed(str(self._status.get("message")))
+        return self.status
+
+    def stop(self, reason: str = "stop requested") -> None:
+        """Ask the run to save its state and end; ``wait`` then returns ``interrupted``."""
+        self._stop_reason = reason
+        if self._handle is not None and not self._ended.is_set():
+            self._call("stop", reason)
+
+    def close(self) -> None:
+        """Stop if need be, and take down what this object started."""
+        if self._thread is not None and not self._ended.is_set() and self._owner:
+            self.stop("closed")
+            self._ended.wait(STOP_TIMEOUT_S)
+        self._release()
+
+    def __enter__(self) -> Run:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # what it does now ------------------------------------------------------------------
+    @property
+    def status(self) -> dict[str, Any]:
+        """A copy of the newest status (see docs/architecture.md for the keys)."""
+        return dict(self._status)
+
+    @property
+    def state(self) -> str:
+        return str(self._status["state"])
+
+    @property
+    def dashboard_link(self) -> Optional[str]:
+        return self._cluster.dashboard_link if self._cluster is not None else None
+
+    @property
+    def job_dirs(self) -> list[str]:
+        return [str(stage.job_dir) for stage in self.stages]
+
+    def wait_for_change(self, seen: int, timeout: float) -> dict[str, Any]:
+        """The status as soon as its version exceeds ``seen``, the run ends, or time is up."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._status["version"] > seen or self._ended.is_set(), timeout
+            )
+        return self.status
+
+    @property
+    def metrics(self) -> pd.DataFrame:
+        """All metrics of all stages so far: one row per (stage, role, step)."""
+        from trinity_dask.run.results import load_run_metrics
+
+        return load_run_metrics(self.stages)
+
+    def samples(self, step: int, stage: Optional[str] = None) -> pd.DataFrame:
+        """The experiences committed at explorer step ``step``, one row each."""
+        from trinity_dask.run.results import load_samples
+
+        return load_samples(self.stages, step, stage)
+
+    def _repr_html_(self) -> str:
+        from trinity_dask.run.results import status_card
+
+        return status_card(self.run_id, self.status, self.dashboard_link)
+
+    # finding a run again ---------------------------------------------------------------
+    @classmethod
+    def attach(cls, address: str, name: Optional[str] = None) -> Run:
+        """The live run on the scheduler at ``address`` (the newest, or the one whose id or
+        job name is ``name``). Closing an attached run leaves it running.
+
+        Raises:
+            LookupError: no such run there (lists those that are).
+        """
+        from distributed import Client
+
+        client = Client(address, set_as_default=False)
+        entries = _published(client)
+        found = [e for e in entries if name is None or name in (e["run_id"], e["name"])]
+        if not found:
+            known = ", ".join(e["run_id"] for e in entries) or "none"
+            client.close()
+            raise LookupError(f"no run {name or ''!r} on {address}; live runs: {known}")
+        return cls._from_entry(max(found, key=lambda e: e["started"]), client)
+
+    @classmethod
+    def _from_entry(cls, entry: dict[str, Any], client: Client) -> Run:
+        run = cls(entry["config"], client)
+        run.run_id, run._owner = entry["run_id"], False
+        run._handle = entry["handle"]
+        run._thread = threading.Thread(target=run._watch_guarded, name="trinity-watch", daemon=True)
+        run._thread.start()
+        return run
+
+    # background thread -----------------------------------------------------------------
+    def _drive(self) -> None:
+        try:
+            self._set(message="starting the cluster")
+            self._cluster = open_cluster(self.cfg, self._given_client)
+            self._client = self._cluster.client
+            self._launch()
+        except BaseException as error:
+            self._end("failed", f"{type(error).__name__}: {error}")
+            return
+        self._watch_guarded()
+
+    def _launch(self) -> None:
+        assert self._client is not None
+        self._ref = start_actor(
+            self._client,
+            Launcher,
+            self.stages,
+            self.base_dir,
+            self.run_id,
+            slot=CONTROL,
+            key=f"{self.run_id}-launcher-{self._relaunches}",
+            timeout=START_TIMEOUT_S,
+        )
+        self._handle = self._ref.handle
+        self._call("start")
+        self._publish()
+        if self._stop_reason is not None:
+            self._call("stop", self._stop_reason)
+
+    def _watch_guarded(self) -> None:
+        try:
+            self._watch()
+        except BaseException as error:
+            self._end("failed", f"{type(error).__name__}: {error}")
+
+    def _watch(self) -> None:
+        while not self._ended.is_set():
+            try:
+                seen = int(self._status["version"])
+                status = self._call("status", seen, POLL_S)
+            except (ActorLost, TimeoutError) as error:
+                self._lost(error)
+                continue
+            self._set(**status)
+            if status["state"] in FINAL_STATES:
+                self._end(status["state"], status.get("message", ""))
+
+    def _lost(self, error: BaseException) -> None:
+        """The control worker died: its state is on disk, so start the launcher again."""
+        if not self._owner or self._relaunches >= MAX_RELAUNCHES or self._stop_reason:
+            self._end("failed", f"the control worker was lost: {error}")
+            return
+        self._relaunches += 1
+        log.warning("the control worker was lost (%s); resuming from the saved state", error)
+        self._set(message="control worker lost; resuming from the saved state", version=0)
+        self.stages = [replace(s, continue_from_checkpoint=True) for s in self.stages]
+        self._launch()
+
+    # plumbing --------------------------------------------------------------------------
+    def _call(self, method: str, *args: Any) -> Any:
+        assert self._handle is not None
+        return call(self._client, self._handle, method, *args, timeout=CALL_TIMEOUT_S)
+
+    def _publish(self) -> None:
+        assert self._client is not None
+        assert self._ref is not None
+        entry = {
+            "run_id": self.run_id,
+            "name": self.cfg.name,
+            "handle": self._handle,
+            "config": self.cfg,
+            "started": time.time(),
+        }
+        self._client.publish_dataset(
+            **{PUBLISHED + self.run_id: entry, f"{PUBLISHED}{self.run_id}/actor": self._ref.future},
+            override=True,
+        )
+
+    def _set(self, **changes: Any) -> None:
+        with self._changed:
+            self._status = {**self._status, **changes}
+            self._changed.notify_all()
+
+    def _end(self, state: str, message: str) -> None:
+        self._set(state=state, message=message, version=int(self._status["version"]) + 1)
+        with self._changed:
+            self._ended.set()
+            self._changed.notify_all()
+
+    def _release(self) -> None:
+        if self._owner and self._client is not None and self._ref is not None:
+            self._unpublish()
+        if self._cluster is not None:
+            self._cluster.close()
+            self._cluster = None
+        elif not self._owner and self._client is not None:
+            self._client.close()
+
+    def _unpublish(self) -> None:
+        assert self._client is not None
+        assert self._ref is not None
+        try:
+            for suffix in ("", "/actor"):
+                self._client.unpublish_dataset(f"{PUBLISHED}{self.run_id}{suffix}")
+            stop_actor(self._ref)
+        except Exception as error:
+            log.info("the run's entry was not removed from the scheduler: %s", error)
+
+
+def _published(client: Client) -> list[dict[str, Any]]:
+    names = [n for n in client.list_datasets() if str(n).startswith(PUBLISHED)]
+    return [client.get_dataset(n) for n in names if not str(n).endswith("/actor")]
