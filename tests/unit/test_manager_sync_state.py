@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity_dask.manager.sync_state import ExplorerStatus, SyncState, TrainerStatus
+from trinity_dask.manager.sync_state import ExplorerStatus, SyncState
 
 
 @dataclass
@@ -131,12 +131,3 @@ def test_versions_never_fall() -> None:
     with pytest.raises(AssertionError, match="from version 5 to 4"):
         state.transfer_ended(4)
 
-
-def test_a_rebuilt_trainer_repeats_its_steps_without_moving_the_engines_back() -> None:
-    state = SyncState(engine_version=7, trainer_version=7, progress=7)
-    state.explorer_waiting(8)
-    state.trainer_rewound(5, 5)
-    state.trainer_at_sync(6, 6)
-    assert not state.should_transfer
-    assert state.trainer_may_continue
-    assert state.trainer is TrainerStatus.REQUIRE_SYNC

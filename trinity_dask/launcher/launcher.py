@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import traceback
-from pathlib import Path
 from typing import Any, Optional
 
 from trinity_dask.config.schema import Config
@@ -135,14 +134,3 @@ def describe(error: BaseException) -> str:
     if cause is not None and str(cause) not in line:
         line += f" (caused by {type(cause).__name__}: {cause})"
     return line
-
-
-def latest_export(job_dir: str | Path) -> Optional[str]:
-    """The newest complete Hugging Face export of a stage, or None."""
-    from trinity_dask.trainer.checkpoint import complete_checkpoints
-
-    for checkpoint in reversed(complete_checkpoints(job_dir)):
-        export = Path(checkpoint) / "huggingface"
-        if (export / "config.json").exists():
-            return str(export)
-    return None

@@ -19,7 +19,7 @@ from trinity_dask.buffer.experience_buffer import ExperienceBuffer
 from trinity_dask.cluster.actors import create_actor, release_actor
 from trinity_dask.cluster.rpc import local_actor
 from trinity_dask.cluster.slots import CONTROL
-from trinity_dask.config import save_config
+from trinity_dask.config import save as save_config
 from trinity_dask.config.schema import Config
 from trinity_dask.explorer.explorer import Explorer
 from trinity_dask.explorer.rollout_coordinator import RolloutCoordinator

@@ -57,11 +57,6 @@ class SyncState:
         self._trainer_moves(version, progress)
         self.trainer = TrainerStatus.STOPPED
 
-    def trainer_rewound(self, version: int, progress: int) -> None:
-        """The trainer was rebuilt from a checkpoint; its next steps repeat earlier ones."""
-        self.trainer_version, self.progress = version, progress
-        self.trainer = TrainerStatus.RUNNING
-
     def explorer_waiting(self, required: int) -> None:
         self.required = required
         self.explorer = ExplorerStatus.REQUIRE_SYNC

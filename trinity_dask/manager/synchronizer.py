@@ -89,11 +89,6 @@ class Synchronizer:
         async with self._lock():
             self.state.trainer_running()
 
-    async def trainer_rewound(self, step: int, progress: int) -> None:
-        """The ranks were rebuilt from the checkpoint of ``step``."""
-        self.state.trainer_rewound(step, progress)
-        await self._notify()
-
     async def trainer_stopped(self, step: int, progress: int | None = None) -> None:
         """No more steps. The last weights can still be fetched."""
         self.state.trainer_stopped(step, self.state.progress if progress is None else progress)

@@ -50,13 +50,13 @@ def _handled(interrupts: _Interrupts) -> Iterator[None]:
 
 def run_from_cli(cfg: Config, overrides: Any = ()) -> int:
     """Run ``cfg`` to its end and return the exit code (0, 1 or 130)."""
-    from trinity_dask.monitor.progress import open_progress
+    from trinity_dask.monitor.progress import Progress
 
     run = Run(cfg)
     interrupts = _Interrupts(run)
     with _handled(interrupts):
         run.start()
-        with open_progress(run.cfg.monitor.progress) as progress:
+        with Progress(run.cfg.monitor.progress) as progress:
             status = _follow(run, interrupts, progress)
         run.close()
     return _finish(run, status, interrupts)
@@ -73,9 +73,9 @@ def _follow(run: Run, interrupts: _Interrupts, progress: Any) -> dict[str, Any]:
 
 
 def _finish(run: Run, status: dict[str, Any], interrupts: _Interrupts) -> int:
-    from trinity_dask.monitor.report import print_report
+    from trinity_dask.monitor.report import build_report, print_report
 
-    print_report(run.stages, status)
+    print_report(build_report(run.base_dir))
     code = EXIT_CODES[status["state"]]
     if code == EXIT_FAILED and interrupts.count:
         code = EXIT_INTERRUPTED

@@ -1,0 +1,335 @@
+"""Workflows of every kind through the runner, on a real wrapper over the fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from trinity_dask.demo.tokenizer import byte_tokenizer
+from trinity_dask.experience.payload import decode
+from trinity_dask.experience.schema import from_table
+from trinity_dask.explorer.status import Outcome
+from trinity_dask.explorer.workflow_runner import WorkflowRunner
+from trinity_dask.models.fake_engine import FakeEngine
+from trinity_dask.models.protocol import EngineSpec
+from trinity_dask.models.wrapper import ModelWrapper
+from trinity_dask.rewards import REWARD_FUNCTIONS
+from trinity_dask.workflows import WORKFLOWS, Task, Workflow
+
+TOKENIZER = byte_tokenizer()
+MODES = ["sequential", "asynchronous", "multi-threading"]
+CALLS: list[int] = []
+INSTANCES: list[Workflow] = []
+
+
+@REWARD_FUNCTIONS.register_module("length", force=True)
+def length_reward(response, **_):
+    return {"length": float(len(response)), "one": 1.0}
+
+
+@REWARD_FUNCTIONS.register_module("flaky", force=True)
+def flaky_reward(response, **_):
+    CALLS.append(len(CALLS))
+    if len(CALLS) == 2:
+        raise RuntimeError("the second answer is bad luck")
+    return 1.0
+
+
+class Base(Workflow):
+    """One answer per run; what happens is chosen by the row."""
+
+    is_async = True
+
+    def __init__(self, task, model, auxiliary_models=None):
+        super().__init__(task, model, auxiliary_models)
+        INSTANCES.append(self)
+
+    def behave(self):
+        CALLS.append(len(CALLS))
+        if len(CALLS) in self.task.raw_task.get("fail_calls", []):
+            raise RuntimeError("this call fails")
+
+    async def run_async(self):
+        self.behave()
+        await asyncio.sleep(self.task.raw_task.get("sleep_s", 0.0))
+        if self.task.raw_task.get("hang") == len(CALLS):
+            await asyncio.Event().wait()
+        (experience,) = await self.model.generate_async("hello", max_tokens=4)
+        experience.metrics = {"call": float(len(CALLS))}
+        return [experience]
+
+
+@WORKFLOWS.register_module("async_one", force=True)
+class AsyncOne(Base):
+    pass
+
+
+@WORKFLOWS.register_module("sync_one", force=True)
+class SyncOne(Base):
+    is_async = False
+
+    def run(self):
+        self.behave()
+        time.sleep(self.task.raw_task.get("sleep_s", 0.0))
+        experiences = self.model.generate("hello", max_tokens=4)
+        experiences[0].metrics = {"thread": float(threading.get_ident())}
+        return experiences
+
+
+@WORKFLOWS.register_module("resettable", force=True)
+class Resettable(AsyncOne):
+    can_reset = True
+    resets = 0
+
+    def reset(self, task):
+        self.task = task
+        self.resets += 1
+
+
+@WORKFLOWS.register_module("odd", force=True)
+class Odd(Base):
+    """Returns whatever the row says."""
+
+    can_repeat = True
+
+    async def run_async(self):
+        if self.task.raw_task["returns"] == "cancelled":
+            raise asyncio.CancelledError
+        return self.task.raw_task["returns"]
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    CALLS.clear()
+    INSTANCES.clear()
+
+
+def run(task, n=1, base=0, mode="asynchronous", partial=True, timeout_s=60.0):
+    """Outcome and experiences of one ``run_task``."""
+
+    async def main():
+        runner = make_runner(mode)
+        _, payload = await runner.run_task(task, 7, n, base, partial, timeout_s)
+        assert runner.get_runner_state() == []
+        return payload
+
+    return unpack(asyncio.run(main()))
+
+
+def make_runner(mode="asynchronous"):
+    engine = FakeEngine(EngineSpec("engine-0", "fake", ""))
+    cfg = {"max_response_tokens": 4, "max_prompt_tokens": 64}
+    return WorkflowRunner(lambda args: ModelWrapper(engine, TOKENIZER, cfg, args), mode)
+
+
+def unpack(payload):
+    table, header = decode(payload)
+    return Outcome.from_header(header), from_table(table)
+
+
+def simple(reward="length", **more):
+    form = {"apply_chat_template": False}
+    return Task(
+        "simple_workflow",
+        reward,
+        {"prompt": "sort 1=", "response": "1"},
+        format_args=form,
+        task_id=3,
+        index={"index": 11},
+        **more,
+    )
+
+
+def test_a_group_is_one_request_and_every_experience_is_labelled():
+    outcome, found = run(simple(), n=4, base=2)
+    assert outcome.status.ok
+    assert [e.eid.run for e in found] == [2, 3, 4, 5]
+    assert {(e.eid.batch, e.eid.task) for e in found} == {(7, 3)}
+    assert len({e.eid.uid for e in found}) == 4
+    for experience in found:
+        assert experience.reward == experience.metrics["length"] + 1.0
+        assert experience.metrics["reward"] == experience.reward
+        assert experience.info["model_version"] == 0
+        assert experience.info["model_version_drift"] == 0
+        assert experience.info["task_index"] == {"index": 11}
+    assert len(outcome.status.metrics) == 4
+    assert "time/run_execution" in outcome.status.metrics[0]
+
+
+def test_a_chat_prompt_uses_system_prompt_and_template():
+    task = simple()
+    task.format_args = {"system_prompt": "be brief"}
+    _, (experience,) = run(task)
+    assert "be brief" in experience.prompt_text
+    assert experience.prompt_text.endswith("<|im_start|>assistant\n")
+
+
+def test_math_workflow_asks_for_an_answer_and_scores_it_by_default():
+    task = simple(reward=None)
+    task.workflow, task.format_args = "math_workflow", {}
+    _, (experience,) = run(task)
+    assert "<think>" in experience.prompt_text
+    assert set(experience.metrics) == {"accuracy", "format_score", "reward"}
+
+
+def test_an_eval_task_keeps_metrics_and_drops_experiences():
+    outcome, found = run(simple(is_eval=True), n=2)
+    assert outcome.status.completed_runs == 2
+    assert found == []
+    assert [m["one"] for m in outcome.status.metrics] == [1.0, 1.0]
+
+
+def test_fault_10_one_bad_reward_fails_one_run_of_the_group():
+    outcome, found = run(simple("flaky"), n=4)
+    assert (outcome.status.completed_runs, outcome.status.total_runs) == (3, 4)
+    assert [e.eid.run for e in found] == [0, 2, 3]
+    assert [e.type for e in outcome.errors] == ["RuntimeError"]
+    assert "bad luck" in outcome.errors[0].message
+    assert "flaky_reward" in outcome.errors[0].traceback
+
+
+def test_a_missing_reward_or_prompt_says_what_to_set():
+    outcome, _ = run(simple(reward=None))
+    assert "set taskset.reward_fn" in str(outcome.status.message)
+    task = simple()
+    task.raw_task = {"question": "?"}
+    outcome, _ = run(task)
+    assert "set format.prompt_key" in str(outcome.status.message)
+
+
+def test_an_unknown_workflow_is_not_worth_a_retry():
+    outcome, _ = run(Task("simple_workfow"))
+    assert not outcome.retryable
+    assert "Nearest: 'simple_workflow'" in outcome.errors[0].message
+
+
+@pytest.mark.parametrize("returns", [None, [], "text", [1], "cancelled"])
+def test_fault_03_nonsense_from_a_workflow_is_a_failed_group(returns):
+    outcome, found = run(Task("odd", raw_task={"returns": returns}), n=3)
+    assert outcome.status.completed_runs == 0
+    assert len(outcome.errors) == 3
+    assert found == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("workflow", ["async_one", "sync_one"])
+def test_modes_run_each_run_once(mode, workflow):
+    outcome, found = run(Task(workflow, task_id=1), n=3, base=5, mode=mode)
+    assert outcome.status.ok, outcome.errors
+    assert sorted(e.eid.run for e in found) == [5, 6, 7]
+    assert len(outcome.status.metrics) == 3
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("workflow", ["async_one", "sync_one"])
+def test_a_partial_failure_keeps_the_other_runs(mode, workflow):
+    outcome, found = run(Task(workflow, raw_task={"fail_calls": [2]}), n=3, mode=mode)
+    assert outcome.status.completed_runs == 2
+    assert len(found) == 2
+    assert "2/3 runs completed successfully" in str(outcome.status.message)
+    assert [e.message for e in outcome.errors] == ["this call fails"]
+
+
+def test_without_partial_runs_the_first_failure_ends_the_group():
+    task = Task("async_one", raw_task={"fail_calls": [2]})
+    outcome, _ = run(task, n=3, mode="sequential", partial=False)
+    assert outcome.status.completed_runs == 1
+    assert len(outcome.errors) == 2
+    assert len(CALLS) == 2
+
+
+def test_without_partial_runs_siblings_are_stopped():
+    task = Task("async_one", raw_task={"fail_calls": [1], "sleep_s": 60.0})
+    started = time.monotonic()
+    outcome, _ = run(task, n=3, mode="asynchronous", partial=False)
+    assert outcome.status.completed_runs == 0
+    assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize("mode", ["asynchronous", "multi-threading"])
+@pytest.mark.parametrize("workflow", ["async_one", "sync_one"])
+def test_parallel_modes_overlap(mode, workflow):
+    if workflow == "async_one" and mode == "multi-threading":
+        pytest.skip("covered by test_each_thread_has_a_loop_of_its_own")
+    task = Task(workflow, raw_task={"sleep_s": 0.5})
+    started = time.monotonic()
+    outcome, _ = run(task, n=8, mode=mode)
+    assert outcome.status.ok
+    assert time.monotonic() - started < 8 * 0.5 / 2
+
+
+def test_each_thread_has_a_loop_of_its_own():
+    task = Task("async_one", raw_task={"sleep_s": 0.5})
+    started = time.monotonic()
+    outcome, _ = run(task, n=8, mode="multi-threading")
+    assert outcome.status.ok, outcome.errors
+    assert time.monotonic() - started < 8 * 0.5 / 2
+
+
+def test_fault_02_a_run_that_never_returns_is_given_up_and_its_siblings_are_kept():
+    task = Task("async_one", raw_task={"hang": 8})
+    outcome, found = run(task, n=8, timeout_s=2.0)
+    assert outcome.status.completed_runs + len(outcome.errors) == 8
+    assert outcome.status.completed_runs >= 1
+    assert len(found) == outcome.status.completed_runs
+    assert {e.type for e in outcome.errors} == {"TimeoutError"}
+
+
+def test_instances_are_reused_only_when_they_can_be_reset():
+    async def main():
+        runner = make_runner("sequential")
+        for _ in range(3):
+            await runner.run_task(Task("resettable"), 1, 2, 0)
+
+    asyncio.run(main())
+    assert len(INSTANCES) == 1
+    assert INSTANCES[0].resets == 5
+
+
+def test_an_instance_that_failed_is_not_used_again():
+    async def main():
+        runner = make_runner("sequential")
+        task = Task("resettable", raw_task={"fail_calls": [1]})
+        await runner.run_task(task, 1, 3, 0)
+
+    asyncio.run(main())
+    assert len(INSTANCES) == 2
+
+
+def test_a_cancelled_sub_task_takes_its_workflow_with_it():
+    async def main():
+        runner = make_runner()
+        task = Task("async_one", raw_task={"sleep_s": 600.0})
+        running = asyncio.ensure_future(runner.run_task(task, 1, 2, 0))
+        while len(CALLS) < 2:
+            await asyncio.sleep(0)
+        (state,) = runner.get_runner_state()
+        assert state["workflow_id"] == "1//0"
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(main())
+
+
+def test_run_numbers_outside_the_group_are_refused():
+    @WORKFLOWS.register_module("misnumbered", force=True)
+    class Misnumbered(Base):
+        can_repeat = True
+
+        async def run_async(self):
+            found = await self.model.generate_async("x", n=2)
+            found[0].eid.run = 9
+            return found
+
+    outcome, _ = run(Task("misnumbered"), n=2)
+    assert "run numbers [0, 9]" in str(outcome.status.message)
+
+
+def test_an_unknown_mode_names_the_modes():
+    with pytest.raises(ValueError, match="sequential, asynchronous, multi-threading"):
+        WorkflowRunner(lambda args: None, "parallel")

@@ -1,0 +1,80 @@
+"""The command line: ``trinity-dask <command> ...``.
+
+Invariant: every command returns an exit code (0 done, 1 failed, 2 bad configuration or
+usage, 130 interrupted) and says what is wrong in plain lines on stderr. A command's module,
+and what it needs, is imported only when it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Optional
+
+from trinity_dask import __version__
+from trinity_dask.config.errors import EXIT_CODE, ConfigError
+from trinity_dask.config.nearest import hint
+
+EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
+
+#: command -> what it is for; the module of the same name in this package has ``main(args)``
+COMMANDS = {
+    "run": "run a job: presets and key=value overrides (Hydra)",
+    "validate": "check a configuration and show it, run nothing",
+    "status": "what a run does (address) or how far it got (job directory)",
+    "samples": "show experiences of a job: prompt, response, reward",
+    "worker": "add a worker to a running scheduler by hand",
+    "doctor": "versions, cores, GPUs, ports and disk of this machine",
+}
+
+
+class CommandError(RuntimeError):
+    """A command that cannot do what was asked; the message is for the user."""
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run one command; returns the exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if args[0] == "--version":
+        print(f"trinity-dask {__version__}")
+        return 0
+    if args[0] not in COMMANDS:
+        nearest = hint(args[0], list(COMMANDS))
+        print(f"error: unknown command {args[0]!r}; {nearest}", file=sys.stderr)
+        return EXIT_CODE
+    return _call(args[0], args[1:])
+
+
+def _call(command: str, args: list[str]) -> int:
+    module = importlib.import_module(f"{__name__}.{command}")
+    try:
+        return int(module.main(args))
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return EXIT_CODE
+    except CommandError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def usage() -> str:
+    """The commands, one per line, and where to go on."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {text}" for name, text in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: trinity-dask <command> ...",
+            "",
+            *lines,
+            "",
+            "trinity-dask run --help lists the presets; a first run is",
+            "  trinity-dask run +experiment=sort_digits",
+        ]
+    )

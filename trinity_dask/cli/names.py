@@ -1,0 +1,78 @@
+"""Names that stand for code: workflows, rewards, operators, the functions of an algorithm.
+
+Invariant: a name that leads nowhere, or an argument that its function does not have, is
+refused before a cluster is started. What the workers alone may have (a dotted path, when
+the cluster is not of this machine) is left to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+from trinity_dask.config.errors import raise_if
+from trinity_dask.config.schema import Config, TasksetConfig
+from trinity_dask.config.stages import split_stages
+
+
+def check_names(config: Config) -> None:
+    """Raise :class:`ConfigError` with one line per name or argument that does not exist."""
+    from trinity_dask.workflows.loading import load_plugins
+
+    problems = list(_tried("plugin_dirs", lambda: load_plugins(config.plugin_dirs)))
+    for stage in [] if problems else split_stages(config):
+        prefix = f"stage {stage.stage_name!r}: " if stage.stage_name else ""
+        problems += [prefix + line for line in _stage_problems(stage)]
+    raise_if(list(dict.fromkeys(problems)))
+
+
+def _stage_problems(stage: Config) -> Iterator[str]:
+    from trinity_dask.algorithm.table import resolve_algorithm
+
+    yield from _tried("algorithm", lambda: resolve_algorithm(asdict(stage.algorithm)))
+    if stage.prepare is not None and stage.cluster.type == "local":
+        from trinity_dask.workflows.loading import load_callable
+
+        yield from _tried("prepare", lambda: load_callable(stage.prepare or ""))
+    if stage.mode == "train":
+        return
+    yield from _operator_problems(stage)
+    source = stage.buffer.explorer_input
+    yield from _taskset_problems("buffer.explorer_input.taskset", source.taskset, stage)
+    for index, taskset in enumerate(source.eval_tasksets):
+        key = f"buffer.explorer_input.eval_tasksets.{index}"
+        yield from _taskset_problems(key, taskset, stage)
+
+
+def _operator_problems(stage: Config) -> Iterator[str]:
+    from trinity_dask.algorithm.registry import build
+    from trinity_dask.buffer.operators import OPERATORS
+
+    for index, operator in enumerate(stage.buffer.operators):
+        yield from _tried(
+            f"buffer.operators.{index}",
+            lambda each=operator: build(each.name, OPERATORS.get(each.name), each.args),
+        )
+
+
+def _taskset_problems(key: str, taskset: TasksetConfig, stage: Config) -> Iterator[str]:
+    from trinity_dask.rewards import REWARD_FUNCTIONS
+    from trinity_dask.workflows import WORKFLOWS
+    from trinity_dask.workflows.loading import load_object
+
+    for name, registry in (("workflow", WORKFLOWS), ("reward_fn", REWARD_FUNCTIONS)):
+        value: str | None = getattr(taskset, name)
+        is_path = value is not None and (":" in value or "." in value)
+        if value is None or (is_path and stage.cluster.type != "local"):
+            continue
+        yield from _tried(f"{key}.{name}", lambda v=value, r=registry: load_object(v, r))
+
+
+def _tried(key: str, load: Callable[..., Any]) -> Iterator[str]:
+    """The error of ``load`` as a line of ``key``."""
+    try:
+        load()
+    except (ValueError, LookupError) as error:
+        text = error.args[0] if error.args else error  # a KeyError's str is a repr
+        yield str(text) if str(text).startswith(f"{key}:") else f"{key}: {text}"

@@ -1,0 +1,109 @@
+"""``trinity-dask status``: a live run by its scheduler's address, or a job by its directory.
+
+Invariant: looking changes nothing; of a directory only what is committed is counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Optional
+
+from trinity_dask.cli import CommandError
+from trinity_dask.cli.jobs import saved_stages
+from trinity_dask.config.schema import Config
+
+_ADDRESS = re.compile(r"([a-z]+://)?[\w.\-\[\]:]+:\d+")
+CONNECT_TIMEOUT_S = 10.0
+
+
+def main(args: Sequence[str]) -> int:
+    flags = _parser().parse_args(list(args))
+    if not Path(flags.target).is_dir() and _ADDRESS.fullmatch(flags.target):
+        lines = _live(flags.target, flags.name)
+    else:
+        lines = [line for stage in saved_stages(flags.target) for line in stage_lines(stage)]
+    print("\n".join(lines))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="trinity-dask status", description=__doc__)
+    parser.add_argument("target", help="job directory, or address as tcp://host:8786")
+    parser.add_argument("--name", help="job name or run id, when an address has several runs")
+    return parser
+
+
+def _live(address: str, name: Optional[str]) -> list[str]:
+    import dask
+
+    from trinity_dask.run import Run
+
+    try:
+        with dask.config.set({"distributed.comm.timeouts.connect": f"{CONNECT_TIMEOUT_S}s"}):
+            run = Run.attach(address, name)
+    except (OSError, LookupError) as error:
+        raise CommandError(f"{address}: {error}") from error
+    try:
+        status = run.wait_for_change(0, CONNECT_TIMEOUT_S)
+        return [f"run {run.run_id} in {run.base_dir}", *status_lines(status)]
+    finally:
+        run.close()
+
+
+def status_lines(status: Mapping[str, Any]) -> list[str]:
+    """``key: value``, one per line, nested mappings in one line; empty values left out."""
+    lines = []
+    for key, value in status.items():
+        if isinstance(value, Mapping):
+            value = ", ".join(f"{name} {item}" for name, item in value.items())
+        if value not in (None, ""):
+            lines.append(f"  {key}: {value}")
+    return lines
+
+
+def stage_lines(stage: Config) -> Iterator[str]:
+    """What one stage has on disk: steps, committed batches, checkpoint, last metrics."""
+    yield f"{stage.stage_name or stage.name}: mode {stage.mode}, in {stage.job_dir}"
+    yield from _store_lines(stage)
+    yield from _checkpoint_lines(stage)
+    yield from _metric_lines(stage)
+
+
+def _store_lines(stage: Config) -> Iterator[str]:
+    from trinity_dask.buffer.store import ExperienceStore
+    from trinity_dask.manager.accounts import BatchAccounts
+
+    buffer = stage.buffer.trainer_input.experience_buffer
+    if stage.mode == "train" or buffer.storage_type != "store" or not buffer.path:
+        return
+    total, batches = BatchAccounts(), 0
+    for manifest in ExperienceStore(buffer.path, buffer.storage_options).manifests():
+        total, batches = total + BatchAccounts.from_meta(manifest.meta), batches + 1
+    yield (
+        f"  batches: {batches} committed; runs: {total.scheduled} scheduled, "
+        f"{total.succeeded} succeeded, {total.failed} failed, {total.cancelled} cancelled; "
+        f"rows: {total.produced} produced, {total.committed} committed, {total.filtered} filtered"
+    )
+
+
+def _checkpoint_lines(stage: Config) -> Iterator[str]:
+    from trinity_dask.trainer.checkpoint import latest_complete
+
+    newest = latest_complete(str(stage.job_dir))
+    yield f"  checkpoint: {newest.name if newest else 'none yet'}"
+
+
+def _metric_lines(stage: Config) -> Iterator[str]:
+    from trinity_dask.cli.score import best_column
+    from trinity_dask.monitor.history import load_metrics
+
+    frame = load_metrics(str(stage.job_dir))
+    for role, rows in frame.groupby("role"):
+        yield f"  {role}: step {int(rows['step'].max())}"
+    name = best_column([str(column) for column in frame.columns])
+    if name is not None:
+        values = frame[name].dropna()
+        yield f"  {name}: {values.iloc[0]:.3f} at first, {values.iloc[-1]:.3f} now"

@@ -1,0 +1,219 @@
+"""One cluster object for a run, whoever started the workers.
+
+Invariant: an open :class:`RunCluster` has every worker that the configuration asks for, with
+its slot and the plugins; closing it ends exactly what it started, within a bounded time.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from distributed import Client
+
+from trinity_dask.cluster import claims, plugins
+from trinity_dask.cluster.errors import ClusterError
+from trinity_dask.cluster.local import LocalGroups
+from trinity_dask.cluster.placement import scheduler_of
+from trinity_dask.cluster.specs import needed_workers
+from trinity_dask.config.schema import Config
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 30.0
+CONNECT_TIMEOUT_S = 20.0
+POLL_S = 0.1
+
+
+class RunCluster:
+    """The client of a run, and the cluster under it.
+
+    Attributes:
+        client: synchronous ``distributed.Client``; not the process's default client.
+        scheduler_address: where other drivers and workers join.
+        dashboard_link: URL, or ``None`` without a dashboard.
+        owns_workers: whether closing ends the workers.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        *,
+        local: LocalGroups | None = None,
+        owns_client: bool = True,
+        claimed: bool = False,
+    ):
+        self.client = client
+        self.scheduler_address: str = scheduler_of(client).address
+        self.dashboard_link = local.dashboard_link if local else _dashboard_of(client)
+        self.owns_workers = local is not None
+        self._local, self._owns_client, self._claimed = local, owns_client, claimed
+        self._closed = False
+        atexit.register(self.close)
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """End what was started. Bounded by about ``timeout_s``; safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        try:
+            if not self.owns_workers:
+                _bounded(self._give_back, timeout_s / 2, "giving the workers back")
+            if self._owns_client:
+                _bounded(lambda: self.client.close(timeout_s / 4), timeout_s / 2, "the client")
+        finally:
+            if self._local is not None:
+                self._local.close(timeout_s / 2)
+
+    def _give_back(self) -> None:
+        """Leave a cluster that is not ours as it was."""
+        if self._claimed:
+            claims.unclaim(self.client)
+        plugins.unregister_plugins(self.client)
+
+    def __enter__(self) -> RunCluster:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def open_cluster(cfg: Config, client: Client | None = None) -> RunCluster:
+    """Build the cluster that ``cfg`` describes, or join the one of ``client``.
+
+    A given client is used as it is and stays open. Otherwise ``cluster.type`` decides:
+    ``local`` starts processes here, ``address`` joins a running scheduler. In a cluster
+    that is joined, workers with slot labels keep their role and unlabelled ones are claimed.
+
+    Raises:
+        ClusterError: a port in use, nobody at the address, or not enough workers.
+    """
+    if client is not None:
+        return _join(cfg, _checked(client), owns_client=False)
+    if cfg.cluster.type == "address":
+        return _join(cfg, _connect(cfg.cluster.address), owns_client=True)
+    if cfg.cluster.type == "local":
+        return _build(cfg)
+    raise ClusterError(
+        f"cluster.type={cfg.cluster.type!r} is unknown; it is one of: local, address"
+    )
+
+
+def _build(cfg: Config) -> RunCluster:
+    local = LocalGroups(cfg)
+    try:
+        local.start()
+        client = Client(
+            local.scheduler_address,
+            set_as_default=False,
+            direct_to_workers=True,
+            timeout=CONNECT_TIMEOUT_S,
+        )
+        cluster = RunCluster(client, local=local)
+    except BaseException:  # also an interrupt: nothing may be left behind
+        local.close(CLOSE_TIMEOUT_S / 2)
+        raise
+    return _ready(cluster)
+
+
+def _ready(cluster: RunCluster) -> RunCluster:
+    try:
+        plugins.register_plugins(cluster.client)
+    except BaseException:
+        cluster.close()
+        raise
+    return cluster
+
+
+def _checked(client: Client) -> Client:
+    if client.asynchronous or client.status != "running":
+        raise ClusterError(
+            f"the given client is {'asynchronous' if client.asynchronous else client.status}; "
+            "pass a connected synchronous distributed.Client"
+        )
+    return client
+
+
+def _connect(address: str | None) -> Client:
+    if not address:
+        raise ClusterError("cluster.type=address needs cluster.address=tcp://host:port")
+    try:
+        return Client(
+            address, set_as_default=False, direct_to_workers=True, timeout=CONNECT_TIMEOUT_S
+        )
+    except (OSError, ValueError) as error:
+        raise ClusterError(
+            f"no Dask scheduler answers at cluster.address={address!r} ({error}); start one with "
+            "`dask scheduler`, or use cluster=local"
+        ) from error
+
+
+def _join(cfg: Config, client: Client, owns_client: bool) -> RunCluster:
+    try:
+        plan = _wait_for_workers(cfg, client)
+        if plan.claims:
+            claims.claim(client, plan.claims)
+        cluster = RunCluster(client, owns_client=owns_client, claimed=bool(plan.claims))
+    except BaseException:
+        if owns_client:
+            client.close()
+        raise
+    return _ready(cluster)
+
+
+def _wait_for_workers(cfg: Config, client: Client) -> claims.Plan:
+    """Wait until the cluster has enough workers, since they may still be joining."""
+    deadline = time.monotonic() + cfg.cluster.start_timeout_s
+    needed, told = needed_workers(cfg), False
+    while True:
+        plan = claims.plan_claims(claims.members(client), needed, cfg.cluster)
+        if plan.complete:
+            return plan
+        if not told:
+            logger.warning("waiting for workers at %s: %s", scheduler_of(client).address, plan)
+            told = True
+        if time.monotonic() > deadline:
+            raise ClusterError(_too_few(client, plan, cfg.cluster.start_timeout_s))
+        time.sleep(POLL_S)
+
+
+def _too_few(client: Client, plan: claims.Plan, waited_s: float) -> str:
+    address = scheduler_of(client).address
+    group = next(g for g, n in plan.needed.items() if plan.present[g] < n)
+    return (
+        f"not enough workers at {address} after {waited_s:g} s; present: {plan}. Add workers "
+        f"(`trinity-dask worker {address} --group {group} --index {plan.present[group]}`, or "
+        "plain Dask workers), or lower cluster.<group>.n_workers"
+    )
+
+
+def _dashboard_of(client: Client) -> str | None:
+    return client.dashboard_link or None
+
+
+def _bounded(job: Callable[[], object], timeout_s: float, what: str) -> None:
+    """Run a blocking step of the close in a thread and go on without it at the deadline."""
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            job()
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="trinity-close", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if thread.is_alive() or failed:
+        reason = repr(failed[0]) if failed else f"no answer within {timeout_s:g} s"
+        logger.warning("closing the cluster, %s: %s", what, reason)

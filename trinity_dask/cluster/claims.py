@@ -1,0 +1,152 @@
+"""Workers of a running cluster take a role of the run.
+
+Invariant: a claimed worker keeps its role when it is born again (its nanny's address is its
+identity), and gives it back when the run closes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from distributed import Client, Scheduler, SchedulerPlugin, Worker, WorkerPlugin
+
+from trinity_dask.cluster.slots import GROUPS, PREFIX, group_config, group_resources, slot_of
+from trinity_dask.cluster.slots import slot_resource as label
+from trinity_dask.config.schema import ClusterConfig
+
+
+@dataclass(frozen=True)
+class Member:
+    """A worker as the scheduler describes it."""
+
+    identity: str  # the nanny's address, or the worker's where it has none
+    name: str
+    nthreads: int
+    resources: dict[str, float]
+
+    @property
+    def labelled(self) -> bool:
+        return any(r.startswith(PREFIX) or r in GROUPS for r in self.resources)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who takes which role, and what is missing.
+
+    ``present`` counts the workers of each group that have their role already or are
+    claimed by ``claims`` (identity -> resources).
+    """
+
+    claims: dict[str, dict[str, float]]
+    needed: dict[str, int]
+    present: dict[str, int]
+
+    @property
+    def complete(self) -> bool:
+        return self.present == self.needed
+
+    def __str__(self) -> str:
+        return ", ".join(f"{g} {self.present[g]} of {n}" for g, n in self.needed.items())
+
+
+def members(client: Client) -> list[Member]:
+    """The running workers, in the order of their names."""
+    workers = client.scheduler_info(n_workers=-1)["workers"]
+    found = [
+        Member(
+            identity=w.get("nanny") or address,
+            name=str(w["name"]),
+            nthreads=w["nthreads"],
+            # a role that was given back stays behind with the amount 0
+            resources={name: amount for name, amount in w["resources"].items() if amount > 0},
+        )
+        for address, w in workers.items()
+    ]
+    return sorted(found, key=lambda m: (len(m.name), m.name))
+
+
+def plan_claims(found: list[Member], needed: dict[str, int], cfg: ClusterConfig) -> Plan:
+    """Give each missing role to an unlabelled worker, in the order of ``GROUPS``."""
+    free = [member for member in found if not member.labelled]
+    claims: dict[str, dict[str, float]] = {}
+    present = dict.fromkeys(needed, 0)
+    for group in (g for g in GROUPS if g in needed):
+        for index in _missing(found, group, needed[group]):
+            if not free:
+                break
+            member = free.pop(0)
+            claims[member.identity] = _resources(group, index, cfg, member)
+            present[group] += 1
+        present[group] += needed[group] - len(_missing(found, group, needed[group]))
+    return Plan(claims, needed, present)
+
+
+def _missing(found: list[Member], group: str, count: int) -> list[int]:
+    """Indices of the group's roles that no worker has yet."""
+    have = {name for member in found for name in member.resources}
+    slots = [slot_of(group, index) for index in range(count)]
+    if slots[0] is None:  # runners have no slot and are only counted
+        return list(range(sum(group in m.resources for m in found), count))
+    return [i for i, slot in enumerate(slots) if slot is not None and label(slot) not in have]
+
+
+def _resources(group: str, index: int, cfg: ClusterConfig, member: Member) -> dict[str, float]:
+    resources = group_resources(group, index, group_config(cfg, group))
+    # the threads of a worker that exists already cannot be changed
+    if resources[group] > 1:
+        resources[group] = float(member.nthreads)
+    return {name: amount for name, amount in resources.items() if name != "GPU"}
+
+
+class Recheck(SchedulerPlugin):
+    """Lets the scheduler place waiting tasks after a worker got its role.
+
+    A role is given after the worker has joined, and the scheduler looks at waiting tasks
+    only when a worker joins.
+    """
+
+    name = "trinity-recheck"
+    idempotent = True
+
+    async def start(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        scheduler.handlers["trinity_recheck"] = self.recheck
+
+    def recheck(self, worker: str) -> str:
+        state = self.scheduler.workers[worker]
+        found = self.scheduler.bulk_schedule_unrunnable_after_adding_worker(state)
+        self.scheduler.transitions(found, stimulus_id="trinity-recheck")
+        return "OK"
+
+
+class SlotClaims(WorkerPlugin):
+    """Carries the roles to the workers, also to those that are born again."""
+
+    name = "trinity-claims"
+
+    def __init__(self, claims: dict[str, dict[str, float]]):
+        self.claims = claims
+
+    async def setup(self, worker: Worker) -> None:
+        resources = self.claims.get(str(worker.nanny or worker.address))
+        if resources:
+            await self._set(worker, resources)
+
+    async def teardown(self, worker: Worker) -> None:
+        resources = self.claims.get(str(worker.nanny or worker.address))
+        if resources and worker.status.name == "running":
+            await self._set(worker, dict.fromkeys(resources, 0.0))
+
+    async def _set(self, worker: Worker, resources: dict[str, float]) -> None:
+        await worker.set_resources(**resources)
+        await worker.scheduler.trinity_recheck(worker=worker.address)
+
+
+def claim(client: Client, claims: dict[str, dict[str, float]]) -> None:
+    client.register_plugin(Recheck())
+    client.register_plugin(SlotClaims(claims))
+
+
+def unclaim(client: Client) -> Any:
+    return client.unregister_worker_plugin(SlotClaims.name)

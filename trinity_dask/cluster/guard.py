@@ -1,0 +1,155 @@
+"""What every worker process does first: its own process group, its warden, its log.
+
+Invariant: after :func:`guard_process` a Ctrl-C in the driver's terminal does not reach the
+worker, its output goes to its own log file, and no process that it starts outlives it.
+Calling it again in the same process changes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import multiprocessing.util
+import os
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+from pathlib import Path
+
+import psutil
+from distributed import Scheduler, Worker
+
+from trinity_dask.cluster import warden
+from trinity_dask.cluster.context import remember_worker
+
+LOG_DIR_ENV = "TRINITY_DASK_LOG_DIR"
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+TERMINATE_S = 2.0
+_SPARED = warden.SPARED.decode()
+
+_guarded_pid: int | None = None
+_known_before: set[int] = set()  # child processes that are not ours to end
+
+
+def guard_worker(worker: Worker) -> bool:
+    """Guard the process of a running ``worker``; false where that process is not its own.
+
+    Must run on the worker's event loop. Workers inside the driver's process
+    (``processes=False``) are left alone.
+    """
+    if threading.current_thread() is not threading.main_thread() or _shares_process(worker):
+        return False
+    remember_worker(worker)
+    guard_process(str(worker.name), has_nanny=bool(worker.nanny))
+    return True
+
+
+def guard_process(name: str, has_nanny: bool) -> None:
+    """Guard this process, whose main thread runs the worker called ``name``."""
+    global _guarded_pid
+    if _guarded_pid == os.getpid():
+        return
+    _guarded_pid = os.getpid()
+    if os.environ.get(LOG_DIR_ENV):
+        redirect_output(Path(os.environ[LOG_DIR_ENV]) / f"{name}.log")
+    _known_before.update(child.pid for child in psutil.Process().children(recursive=True))
+    _own_process_group()
+    _ignore_sigint()
+    _allow_children()
+    _set_torch_threads()
+    _start_warden(parent=os.getppid() if has_nanny else 0)
+    # runs before multiprocessing joins its children at exit, which could take for ever
+    multiprocessing.util.Finalize(None, end_children, exitpriority=100)
+
+
+def _shares_process(worker: Worker) -> bool:
+    """Whether the worker lives in the process of its scheduler (and so of a driver)."""
+    return bool(Scheduler._instances) and not worker.nanny
+
+
+def _own_process_group() -> None:
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)
+
+
+def _ignore_sigint() -> None:
+    # a handler, not SIG_IGN: programs that the worker starts get the default back
+    signal.signal(signal.SIGINT, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _allow_children() -> None:
+    # Dask makes its workers daemonic by default, which forbids multiprocessing below them;
+    # a worker that we did not start can only be changed from within
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+
+
+def _set_torch_threads() -> None:
+    # where the driver's main module imports torch, it was loaded before the worker's own
+    # OMP_NUM_THREADS was set
+    threads, torch = os.environ.get("OMP_NUM_THREADS", ""), sys.modules.get("torch")
+    if torch is not None and threads.isdigit():
+        torch.set_num_threads(int(threads))
+
+
+def _start_warden(parent: int) -> None:
+    token = uuid.uuid4().hex
+    os.environ[warden.MARK] = token
+    command = [sys.executable, "-I", "-S", warden.__file__, str(os.getpid()), str(parent), token]
+    process = subprocess.Popen(
+        command,
+        env={},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    _known_before.add(process.pid)
+
+
+def redirect_output(path: Path) -> None:
+    """Append everything this process and its children print or log to ``path``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    logger = logging.getLogger("trinity_dask")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.info("worker process %d starts", os.getpid())
+
+
+def end_children(timeout_s: float = TERMINATE_S) -> None:
+    """End the processes below this one that were started since it was guarded.
+
+    First SIGTERM, after ``timeout_s`` SIGKILL.
+    """
+    ours = [child for child in psutil.Process().children(recursive=True) if _is_ours(child)]
+    for child in ours:
+        _signal(child, signal.SIGTERM)
+    _, alive = psutil.wait_procs(ours, timeout=timeout_s)
+    for child in alive:
+        _signal(child, signal.SIGKILL)
+    psutil.wait_procs(alive, timeout=timeout_s)
+
+
+def _is_ours(child: psutil.Process) -> bool:
+    try:
+        return child.pid not in _known_before and _SPARED not in " ".join(child.cmdline())
+    except psutil.Error:
+        return False  # it has just ended
+
+
+def _signal(child: psutil.Process, number: int) -> None:
+    try:
+        child.send_signal(number)
+    except psutil.NoSuchProcess:
+        return

@@ -1,0 +1,178 @@
+"""A cluster on this machine: scheduler and nannies in this process, one process per worker.
+
+Invariant: :meth:`LocalGroups.close` ends everything that was started, within its time, even
+when it was interrupted half-way through the start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import dask
+import psutil
+from distributed import Scheduler, SpecCluster
+from distributed.utils import LoopRunner, sync
+
+from trinity_dask.cluster.dask_settings import SETTINGS
+from trinity_dask.cluster.errors import ClusterError
+from trinity_dask.cluster.logs import driver_log
+from trinity_dask.cluster.specs import GroupNanny, log_dir, needed_workers, worker_options
+from trinity_dask.config.schema import ClusterConfig, Config
+
+logger = logging.getLogger(__name__)
+
+
+class LocalGroups:
+    """Scheduler and workers of all groups, with their event loop in a thread of its own."""
+
+    def __init__(self, cfg: Config):
+        self._cfg = cfg
+        self._stack = contextlib.ExitStack()
+        self._runner = LoopRunner(asynchronous=False)
+        self._cluster: SpecCluster | None = None
+        self._scratch, self._scratch_is_ours = _scratch_directory(cfg)
+
+    @property
+    def scheduler_address(self) -> str:
+        assert self._cluster is not None
+        return self._cluster.scheduler_address
+
+    @property
+    def dashboard_link(self) -> str | None:
+        if self._cluster is None or self._cfg.cluster.dashboard_address is None:
+            return None
+        return self._cluster.dashboard_link
+
+    def start(self) -> None:
+        """Start everything.
+
+        Raises:
+            ClusterError: a port is in use, or a worker did not start in time.
+        """
+        check_ports(self._cfg.cluster)
+        timeout = self._cfg.cluster.start_timeout_s
+        self._stack.enter_context(dask.config.set(SETTINGS))
+        self._stack.enter_context(driver_log(log_dir(self._cfg)))
+        self._runner.start()
+        try:
+            sync(self._runner.loop, self._start, callback_timeout=timeout)
+        except TimeoutError as error:
+            raise ClusterError(
+                f"the workers did not start within {timeout:g} s; raise cluster.start_timeout_s "
+                "or start fewer workers"
+            ) from error
+        except (OSError, RuntimeError) as error:
+            raise ClusterError(f"the cluster did not start: {error}") from error
+
+    async def _start(self) -> None:
+        self._cluster = SpecCluster(
+            workers=self._workers(),
+            scheduler={"cls": Scheduler, "options": scheduler_options(self._cfg.cluster)},
+            asynchronous=True,
+            silence_logs=False,
+            name=f"trinity-{self._cfg.name}",
+        )
+        await self._cluster
+
+    def _workers(self) -> dict[str, Any]:
+        options = [
+            worker_options(self._cfg, group, index, self._scratch)
+            for group, count in needed_workers(self._cfg).items()
+            for index in range(count)
+        ]
+        return {o["name"]: {"cls": GroupNanny, "options": o} for o in options}
+
+    def close(self, timeout_s: float) -> None:
+        """End all processes: politely within ``timeout_s``, then by force."""
+        before = self._worker_processes()
+        try:
+            if self._cluster is not None:
+                sync(self._runner.loop, self._close, callback_timeout=timeout_s)
+        except (TimeoutError, AssertionError, OSError, RuntimeError) as error:
+            logger.warning("the cluster did not close within %g s: %r", timeout_s, error)
+        finally:
+            _kill_trees({*before, *self._worker_processes()})
+            self._cluster = None
+            self._runner.stop()
+            self._stack.close()
+            if self._scratch_is_ours:
+                shutil.rmtree(self._scratch, ignore_errors=True)
+
+    async def _close(self) -> None:
+        assert self._cluster is not None
+        # workers first: a nanny must not restart a worker that the scheduler has ended
+        nannies = list(self._cluster._created)
+        await asyncio.gather(*(nanny.close() for nanny in nannies), return_exceptions=True)
+        await self._cluster._close()
+
+    def _worker_processes(self) -> set[psutil.Process]:
+        """The worker processes that exist right now."""
+        nannies = [] if self._cluster is None else list(self._cluster._created)
+        found = set()
+        for pid in [nanny.pid for nanny in nannies if nanny.pid]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.add(psutil.Process(pid))
+        return found
+
+
+def _scratch_directory(cfg: Config) -> tuple[str, bool]:
+    if cfg.cluster.local_directory is not None:
+        return str(Path(cfg.cluster.local_directory).absolute()), False
+    if cfg.job_dir is not None:
+        return str(Path(cfg.job_dir).absolute() / "dask"), False
+    return tempfile.mkdtemp(prefix="trinity-dask-"), True
+
+
+def scheduler_options(cfg: ClusterConfig) -> dict[str, Any]:
+    dashboard = cfg.dashboard_address is not None
+    return {
+        "host": cfg.host,
+        "port": cfg.scheduler_port,
+        "dashboard": dashboard,
+        "dashboard_address": cfg.dashboard_address if dashboard else None,
+    }
+
+
+def check_ports(cfg: ClusterConfig) -> None:
+    """Raise ClusterError where a fixed port is taken; Dask would take another, or hang."""
+    wanted = [("cluster.scheduler_port", cfg.host, cfg.scheduler_port)]
+    if cfg.dashboard_address is not None:
+        address, _, digits = cfg.dashboard_address.rpartition(":")
+        if not digits.isdigit():
+            raise ClusterError(
+                f"cluster.dashboard_address={cfg.dashboard_address!r} is not host:port; "
+                "use for example 127.0.0.1:8787, or null for no dashboard"
+            )
+        wanted.append(("cluster.dashboard_address", address or "0.0.0.0", int(digits)))
+    for key, host, port in wanted:
+        if port:
+            _check_port(key, host, port)
+
+
+def _check_port(key: str, host: str, port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ClusterError(
+                f"{key}: cannot listen on port {port} of {host} ({os.strerror(error.errno or 0)}); "
+                "end the process that uses it, choose another port, or 0 for any free one"
+            ) from error
+
+
+def _kill_trees(workers: set[psutil.Process]) -> None:
+    """Kill worker processes that survived; their wardens end what they started."""
+    for worker in workers:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            worker.send_signal(signal.SIGKILL)
+    psutil.wait_procs(workers, timeout=5)

@@ -1,0 +1,54 @@
+"""Where the log lines of Dask go while a run owns the terminal.
+
+Invariant: within :func:`driver_log` nothing of Dask is printed by this process; the
+handlers that were there come back afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+DRIVER_LOG = "driver.log"
+
+
+@contextlib.contextmanager
+def driver_log(directory: Path | None) -> Iterator[None]:
+    """Send the lines of this process's scheduler and nannies to ``<directory>/driver.log``.
+
+    Without a directory only errors are shown, where they were shown before.
+    """
+    loggers = _dask_loggers()
+    before = [(logger, logger.handlers[:], logger.level) for logger in loggers]
+    handler = None if directory is None else _file_handler(directory)
+    try:
+        for logger in loggers:
+            if handler is None:
+                logger.setLevel(logging.ERROR)
+            else:
+                logger.handlers[:] = [handler]
+        yield
+    finally:
+        for logger, handlers, level in before:
+            logger.handlers[:] = handlers
+            logger.setLevel(level)
+        if handler is not None:
+            handler.close()
+
+
+def _dask_loggers() -> list[logging.Logger]:
+    """Dask's top logger and those below it that have handlers of their own."""
+    known = logging.Logger.manager.loggerDict
+    found = [x for name, x in known.items() if name.startswith("distributed.")]
+    own = [x for x in found if isinstance(x, logging.Logger) and x.handlers]
+    return [logging.getLogger("distributed"), *own]
+
+
+def _file_handler(directory: Path) -> logging.Handler:
+    directory.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(directory / DRIVER_LOG)
+    handler.setFormatter(logging.Formatter(FORMAT))
+    return handler

@@ -1,0 +1,71 @@
+"""Worker plugins that every cluster of a run carries, whoever started its workers.
+
+Invariant: the scheduler installs them in every worker, also in one that is born again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from distributed import Client, Worker, WorkerPlugin
+from distributed.core import Status
+
+from trinity_dask.cluster.context import forget_worker
+from trinity_dask.cluster.guard import end_children, guard_worker
+
+
+class CancelRunning(WorkerPlugin):
+    """Cancelling a future, or dropping it, cancels its coroutine and frees its slot.
+
+    Dask alone lets a running coroutine run to its end. The task sees ``CancelledError``
+    at its current ``await``; tasks that are not coroutines are not touched.
+    """
+
+    name = "trinity-cancel"
+    idempotent = True
+
+    def setup(self, worker: Worker) -> None:
+        self.worker = worker
+
+    def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
+        if start != "executing" or finish not in ("cancelled", "released"):
+            return
+        task = self.worker.state.tasks.get(key)
+        if task is None or not getattr(task.run_spec, "is_coro", False):
+            return
+        for running in self.worker._async_instructions:
+            if running.get_name() == f"execute({key!r})" and not running.done():
+                running.cancel()
+                return
+
+
+class ProcessGuard(WorkerPlugin):
+    """:func:`trinity_dask.cluster.guard.guard_worker` for workers that we did not start.
+
+    When it is unregistered from a worker that lives on, what that worker started during
+    the run is ended.
+    """
+
+    name = "trinity-guard"
+    idempotent = True
+
+    def setup(self, worker: Worker) -> None:
+        self.guarded = guard_worker(worker)
+
+    async def teardown(self, worker: Worker) -> None:
+        # a closing worker ends its children at the end of its process
+        if self.guarded and worker.status not in (Status.closing, Status.closed):
+            await asyncio.to_thread(end_children)
+        forget_worker(worker)
+
+
+def register_plugins(client: Client) -> None:
+    """Install the plugins in all present and future workers of a synchronous client."""
+    for plugin in (ProcessGuard(), CancelRunning()):
+        client.register_plugin(plugin)
+
+
+def unregister_plugins(client: Client) -> None:
+    for plugin in (CancelRunning, ProcessGuard):
+        client.unregister_worker_plugin(plugin.name)

@@ -1,0 +1,87 @@
+"""From the configuration to the options of each worker of each group.
+
+Invariant: a worker's name is ``<group>-<index>``, also the name of its log file; its
+resources are those of :mod:`trinity_dask.cluster.slots`.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+from distributed import Nanny, Worker
+
+from trinity_dask.cluster.context import remember_worker
+from trinity_dask.cluster.guard import LOG_DIR_ENV, guard_process
+from trinity_dask.cluster.slots import (
+    CONTROL,
+    GROUPS,
+    ROLLOUT,
+    TRAINER,
+    group_config,
+    group_resources,
+    group_threads,
+)
+from trinity_dask.config.schema import Config
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+class GroupWorker(Worker):
+    """A worker whose process is guarded before the worker exists in it."""
+
+    def __init__(self, *args: Any, **options: Any):
+        guard_process(str(options["name"]), has_nanny=bool(options.get("nanny")))
+        super().__init__(*args, **options)
+        remember_worker(self)
+
+
+class GroupNanny(Nanny):
+    """A nanny whose worker does not see Ctrl-C, from its first moment on."""
+
+    async def instantiate(self) -> Any:
+        # The mask is inherited by the thread that forks, and by the worker, which lifts it
+        # when its guard is up. The main thread is the driver's and stays open to Ctrl-C.
+        if threading.current_thread() is not threading.main_thread():
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        return await super().instantiate()
+
+
+def needed_workers(cfg: Config) -> dict[str, int]:
+    """How many workers of each group the run needs; groups without any are left out."""
+    modes = {stage.get("mode", cfg.mode) for stage in cfg.stages} or {cfg.mode}
+    unused = set()
+    if modes == {"train"}:
+        unused.add(ROLLOUT)
+    if modes == {"explore"}:
+        unused.add(TRAINER)
+    counts = {g: group_config(cfg.cluster, g).n_workers for g in GROUPS if g not in unused}
+    counts[CONTROL] = 1
+    return {group: count for group, count in counts.items() if count > 0}
+
+
+def log_dir(cfg: Config) -> Path | None:
+    """Where worker processes log, or ``None`` where the job has no directory."""
+    return None if cfg.job_dir is None else Path(cfg.job_dir).absolute() / "log"
+
+
+def worker_options(cfg: Config, group: str, index: int, local_directory: str) -> dict[str, Any]:
+    """Options of :class:`GroupNanny` for the ``index``-th worker of ``group``."""
+    spec = group_config(cfg.cluster, group)
+    env = {name: str(spec.omp_threads) for name in THREAD_VARIABLES}
+    directory = log_dir(cfg)
+    if directory is not None:
+        env[LOG_DIR_ENV] = str(directory)
+    return {
+        "name": f"{group}-{index}",
+        "nthreads": group_threads(group, spec),
+        "resources": group_resources(group, index, spec),
+        "memory_limit": spec.memory_limit,
+        "env": env | dict(spec.env),
+        "host": cfg.cluster.host,
+        "local_directory": local_directory,
+        "worker_class": GroupWorker,
+        "dashboard": False,
+    }

@@ -1,0 +1,51 @@
+"""Configuration: typed keys, presets, derived values, and errors that say the fix.
+
+Invariant: importing this package imports neither torch nor dask; Hydra is imported when a
+name that needs it is first used, so that a worker process, which only reads values, starts
+without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from trinity_dask.config.errors import ConfigError, ConfigWarning
+from trinity_dask.config.schema import Config
+
+if TYPE_CHECKING:
+    from trinity_dask.config.compose import compose_tree, load_config, resolve
+    from trinity_dask.config.files import from_yaml, save, to_yaml
+    from trinity_dask.config.stages import split_stages
+    from trinity_dask.config.validation import validate
+
+_LAZY = {
+    "compose_tree": "compose",
+    "load_config": "compose",
+    "resolve": "compose",
+    "from_yaml": "files",
+    "save": "files",
+    "to_yaml": "files",
+    "split_stages": "stages",
+    "validate": "validation",
+}
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "ConfigWarning",
+    "compose_tree",
+    "from_yaml",
+    "load_config",
+    "resolve",
+    "save",
+    "split_stages",
+    "to_yaml",
+    "validate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,152 @@
+"""Values that follow from other values.
+
+Invariant: a derived key is filled in only while it is ``None``, so resolving twice
+changes nothing and a value that a user gave always stays; the input is not changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from trinity_dask.config.keys import fields_of
+from trinity_dask.config.limits import canonical
+from trinity_dask.config.schema import Config, GroupConfig, ModelConfig, RolloutArgs, TasksetConfig
+
+# An algorithm's group size where the user gives none; 1 for everything else. The other
+# defaults of an algorithm are those of trinity_dask.algorithm, which needs torch.
+GROUP_SIZE = {"grpo": 2}
+DEFAULT_THREADS = {"control": 8, "rollout": 256, "trainer": 4, "runner": 1}
+# in the job directory before a run has written anything
+_NOT_A_RUN = {".hydra"}
+
+
+def resolve_config(cfg: Config) -> Config:
+    """A copy with choices spelled canonically and every derived key filled in."""
+    config = copy.deepcopy(cfg)
+    _canonical_choices(config)
+    _names(config)
+    if config.stages:  # each stage derives its own values from base + stage
+        return config
+    _threads(config)
+    _lengths(config.model)
+    _explorer(config)
+    _tasksets(config)
+    _trainer(config)
+    return config
+
+
+def _canonical_choices(config: Any) -> None:
+    section: type = type(config)
+    for name, kind in fields_of(section).items():
+        value = getattr(config, name)
+        if kind.section is not None:
+            _canonical_choices(value)
+        elif kind.item is not None:
+            for item in value:
+                _canonical_choices(item)
+        else:
+            setattr(config, name, canonical(section, name, value))
+
+
+def _names(config: Config) -> None:
+    """``job_dir`` = <root>/<project>/<group>/<name>; a new one if the old must not continue."""
+    root = config.checkpoint_root_dir
+    if "://" not in root:
+        config.checkpoint_root_dir = os.path.abspath(os.path.expanduser(root))
+    if config.job_dir is not None:
+        return
+    job_dir = _job_dir(config)
+    if not config.continue_from_checkpoint and _has_run(job_dir):
+        config.name += datetime.now().strftime("_%Y%m%d%H%M%S")
+        job_dir = _job_dir(config)
+    config.job_dir = job_dir
+
+
+def _job_dir(config: Config) -> str:
+    parts = (config.checkpoint_root_dir, config.project, config.group, config.name)
+    return "/".join(part.rstrip("/") for part in parts if part)
+
+
+def _has_run(job_dir: str) -> bool:
+    path = Path(job_dir)
+    return path.is_dir() and any(item.name not in _NOT_A_RUN for item in path.iterdir())
+
+
+def _threads(config: Config) -> None:
+    for name, nthreads in DEFAULT_THREADS.items():
+        group: GroupConfig = getattr(config.cluster, name)
+        if group.nthreads is None:
+            group.nthreads = nthreads
+
+
+def _lengths(model: ModelConfig) -> None:
+    """prompt + response = model length: one unset is the remainder, both unset half each."""
+    total, prompt, response = (
+        model.max_model_len,
+        model.max_prompt_tokens,
+        model.max_response_tokens,
+    )
+    if total is None:
+        if prompt is not None and response is not None:
+            model.max_model_len = prompt + response
+        return
+    if prompt is None and response is None:
+        prompt = total // 2
+    if prompt is None and response is not None:
+        prompt = total - response
+    model.max_prompt_tokens = prompt
+    if response is None and prompt is not None:
+        model.max_response_tokens = total - prompt
+
+
+def _explorer(config: Config) -> None:
+    explorer = config.explorer
+    if explorer.batch_timeout_s is None:
+        attempts = explorer.max_retry_times + 1
+        explorer.batch_timeout_s = attempts * explorer.max_timeout_s + 60.0
+    if explorer.rollout_model.dtype is None:
+        explorer.rollout_model.dtype = config.model.dtype
+    if config.algorithm.repeat_times is None:
+        config.algorithm.repeat_times = GROUP_SIZE.get(config.algorithm.algorithm_type, 1)
+
+
+def _tasksets(config: Config) -> None:
+    source = config.buffer.explorer_input
+    repeat = config.algorithm.repeat_times
+    _taskset(source.taskset, config, name="taskset", repeat_times=repeat or 1)
+    for index, taskset in enumerate(source.eval_tasksets):
+        _taskset(taskset, config, name=f"eval_taskset_{index}", repeat_times=1)
+
+
+def _taskset(taskset: TasksetConfig, config: Config, name: str, repeat_times: int) -> None:
+    source = config.buffer.explorer_input
+    taskset.name = taskset.name or name
+    taskset.workflow = taskset.workflow or source.default_workflow
+    taskset.reward_fn = taskset.reward_fn or source.default_reward_fn
+    if taskset.repeat_times is None:
+        taskset.repeat_times = repeat_times
+    _rollout_args(taskset.rollout_args, config.model)
+
+
+def _rollout_args(args: RolloutArgs, model: ModelConfig) -> None:
+    inherited = {
+        "temperature": model.temperature,
+        "top_p": model.top_p,
+        "top_k": model.top_k,
+        "max_tokens": model.max_response_tokens,
+    }
+    for name, value in inherited.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+
+
+def _trainer(config: Config) -> None:
+    if config.trainer.total_steps is None and config.mode == "train":
+        config.trainer.total_steps = config.buffer.total_steps
+    store = config.buffer.trainer_input.experience_buffer
+    if store.path is None and store.storage_type == "store":
+        store.path = f"{config.job_dir}/buffer/{store.name}"

@@ -1,0 +1,153 @@
+"""The demo task: put random digits in ascending order.
+
+Invariant: everything (weights, prompts, split) follows from the arguments, training and
+held-out prompts are disjoint, and a directory that carries the marker is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trinity_dask.demo.tokenizer import EOS_TOKEN, PAD_TOKEN, byte_tokenizer
+
+if TYPE_CHECKING:
+    from trinity_dask.config.schema import Config
+
+MARKER = "COMPLETE.json"
+MAX_POSITIONS = 512
+
+
+@dataclass(frozen=True)
+class SortDigitsSpec:
+    """What to build. Head size is ``hidden_size / n_heads``; vLLM on CPU needs 32 or more."""
+
+    seed: int = 42
+    n_train: int = 8000
+    n_eval: int = 500
+    n_digits: int = 6
+    hidden_size: int = 64
+    n_layers: int = 2
+    n_heads: int = 2
+    intermediate_size: int = 128
+
+
+def prepare(cfg: Config, *, dir: str, **spec: Any) -> None:
+    """Write the demo under ``dir`` unless it is there already.
+
+    ``dir/model`` is a Hugging Face model directory with random weights and a tokenizer;
+    ``dir/train.jsonl`` and ``dir/eval.jsonl`` hold rows ``{"prompt": "sort 407193=",
+    "response": "013479"}``. ``spec`` overrides fields of :class:`SortDigitsSpec`; the seed
+    defaults to ``cfg.seed``. Other arguments than those of the last call rebuild it.
+
+    Raises:
+        ValueError: unknown argument, or more prompts than there are digit strings.
+    """
+    wanted = _spec({"seed": cfg.seed, **spec})
+    root = Path(dir)
+    if _is_complete(root, wanted):
+        return
+    root.mkdir(parents=True, exist_ok=True)
+    partial = root / f".partial-{secrets.token_hex(4)}"
+    partial.mkdir()
+    try:
+        write_model(wanted, partial / "model")
+        train, held_out = sort_rows(wanted)
+        _write_jsonl(partial / "train.jsonl", train)
+        _write_jsonl(partial / "eval.jsonl", held_out)
+        _publish(partial, root, wanted)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def sort_digits_reward(response: str, truth: str, finish_reason: str, **_: Any) -> float:
+    """1.0 if ``response`` is ``truth`` and the model ended it itself, else 0.0."""
+    return float(response == truth and finish_reason == "stop")
+
+
+def sort_rows(spec: SortDigitsSpec) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Distinct training and held-out rows, drawn from ``spec.seed``."""
+    n_rows = spec.n_train + spec.n_eval
+    rng = np.random.default_rng(spec.seed)
+    numbers = rng.choice(10**spec.n_digits, size=n_rows, replace=False)
+    rows = [_row(f"{number:0{spec.n_digits}d}") for number in numbers]
+    return rows[: spec.n_train], rows[spec.n_train :]
+
+
+def _row(digits: str) -> dict[str, str]:
+    return {"prompt": f"sort {digits}=", "response": "".join(sorted(digits))}
+
+
+def write_model(spec: SortDigitsSpec, path: Path) -> None:
+    """A Qwen2 model with random weights (std 0.02, float32) and the byte tokenizer."""
+    import torch
+    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+
+    tokenizer = byte_tokenizer()
+    eos = tokenizer.convert_tokens_to_ids(EOS_TOKEN)
+    pad = tokenizer.convert_tokens_to_ids(PAD_TOKEN)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=spec.hidden_size,
+        num_hidden_layers=spec.n_layers,
+        num_attention_heads=spec.n_heads,
+        num_key_value_heads=spec.n_heads,
+        intermediate_size=spec.intermediate_size,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=True,
+        initializer_range=0.02,
+        dtype="float32",
+        bos_token_id=None,
+        eos_token_id=eos,
+        pad_token_id=pad,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(spec.seed)
+        model = Qwen2ForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=eos, pad_token_id=pad)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+def _spec(values: dict[str, Any]) -> SortDigitsSpec:
+    known = set(SortDigitsSpec.__dataclass_fields__)
+    if unknown := sorted(set(values) - known):
+        raise ValueError(f"prepare_args {unknown} are unknown; allowed: dir, {sorted(known)}")
+    spec = SortDigitsSpec(**values)
+    if not 0 < spec.n_train + spec.n_eval <= 10**spec.n_digits:
+        raise ValueError(
+            f"n_train + n_eval is {spec.n_train + spec.n_eval}, but there are "
+            f"{10**spec.n_digits} strings of {spec.n_digits} digits; lower it or raise n_digits"
+        )
+    return spec
+
+
+def _is_complete(root: Path, spec: SortDigitsSpec) -> bool:
+    marker = root / MARKER
+    return marker.is_file() and json.loads(marker.read_text()) == asdict(spec)
+
+
+def _publish(partial: Path, root: Path, spec: SortDigitsSpec) -> None:
+    """Move the finished parts into place; the marker goes first and comes back last."""
+    (root / MARKER).unlink(missing_ok=True)
+    for part in sorted(partial.iterdir()):
+        target = root / part.name
+        if target.is_dir():
+            shutil.rmtree(target)
+        os.replace(part, target)
+    marker = partial / MARKER
+    marker.write_text(json.dumps(asdict(spec)))
+    os.replace(marker, root / MARKER)
+
+
+def _write_jsonl(path: Path, rows: list[dict[str, str]]) -> None:
+    with path.open("w") as file:
+        for row in rows:
+            file.write(json.dumps(row) + "\n")

@@ -1,0 +1,68 @@
+"""Where the explorer's tasks come from.
+
+Invariant: the position after a batch was read is that batch's state; restoring it makes the
+next batch the one that would have followed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any, Optional
+
+from trinity_dask.algorithm.table import resolve_algorithm
+from trinity_dask.buffer.errors import EndOfTasks
+from trinity_dask.buffer.taskset import Taskset
+from trinity_dask.config.schema import Config, TasksetConfig
+from trinity_dask.workflows import Task
+
+WHOLE_SET = 1 << 31  # tasks; an evaluation reads its set in one batch
+
+
+class TasksetReader:
+    """The training taskset and the eval tasksets of a config.
+
+    Raises:
+        DataError: a file or column is missing (named).
+        ValueError: two eval tasksets have one name.
+    """
+
+    def __init__(self, cfg: Config) -> None:
+        source = cfg.buffer.explorer_input
+        self._defaults: dict[str, Any] = {
+            "default_workflow": source.default_workflow,
+            "default_reward_fn": source.default_reward_fn,
+        }
+        repeat_times = cfg.algorithm.repeat_times
+        if repeat_times is None:
+            repeat_times = resolve_algorithm(asdict(cfg.algorithm)).repeat_times
+        self.train = Taskset(
+            source.taskset,
+            batch_size=cfg.buffer.batch_size,
+            total_epochs=cfg.buffer.total_epochs,
+            total_steps=cfg.buffer.total_steps,
+            default_repeat_times=repeat_times,
+            **self._defaults,
+        )
+        names = [c.name or f"eval_{i}" for i, c in enumerate(source.eval_tasksets)]
+        if len(set(names)) < len(names):
+            raise ValueError(f"eval_tasksets need different names (got {names})")
+        self.evals = dict(zip(names, map(self._eval, source.eval_tasksets), strict=True))
+
+    def _eval(self, cfg: TasksetConfig) -> Taskset:
+        return Taskset(cfg, batch_size=WHOLE_SET, is_eval=True, **self._defaults)
+
+    def read(self) -> Optional[list[Task]]:
+        """The next training batch, or None at the end."""
+        try:
+            return self.train.read()
+        except EndOfTasks:
+            return None
+
+    def read_eval(self, name: str) -> list[Task]:
+        """Every task of an eval taskset."""
+        taskset = self.evals[name]
+        taskset.reset()
+        try:
+            return taskset.read()
+        except EndOfTasks:
+            return []

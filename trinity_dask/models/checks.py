@@ -1,0 +1,71 @@
+"""What must be true of a model directory before an engine is started with it.
+
+Invariant: a check names the path, what is missing and what to do; it loads no weights.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+# head sizes of vLLM's attention kernels for CPUs; others are accepted when the engine starts
+# and kill it at the first request
+VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+
+
+def check_model_dir(path: str) -> None:
+    """Raises ValueError unless ``path`` is a directory with config, weights and tokenizer."""
+    root = Path(path)
+    if not root.is_dir():
+        raise ValueError(
+            f"model.model_path {path!r} is not a directory; give the path of a Hugging Face "
+            "model directory (config.json, *.safetensors, tokenizer.json)"
+        )
+    missing = []
+    if not (root / "config.json").is_file():
+        missing.append("config.json")
+    if not any(next(root.glob(pattern), None) for pattern in WEIGHT_PATTERNS):
+        missing.append("weights (*.safetensors)")
+    if not any((root / name).is_file() for name in TOKENIZER_FILES):
+        missing.append("a tokenizer (tokenizer.json)")
+    if missing:
+        raise ValueError(
+            f"model directory {path!r} lacks {', '.join(missing)}; save the model and its "
+            "tokenizer there with save_pretrained"
+        )
+
+
+def check_vllm_cpu_head_size(path: str) -> None:
+    """Raises ValueError if vLLM's CPU attention has no kernel for the model's head size."""
+    size = head_size(read_model_config(path))
+    if size is not None and size not in VLLM_CPU_HEAD_SIZES:
+        allowed = ", ".join(map(str, VLLM_CPU_HEAD_SIZES))
+        raise ValueError(
+            f"model {path!r} has head size {size}; vLLM on a CPU handles {allowed}. Use "
+            "another model, or explorer.rollout_model.engine_type=torch"
+        )
+
+
+def head_size(config: dict[str, Any]) -> int | None:
+    """Head size from the fields of ``config.json``; None if it cannot be told."""
+    config = config.get("text_config") or config
+    if config.get("head_dim"):
+        return int(config["head_dim"])
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    return int(hidden) // int(heads) if hidden and heads else None
+
+
+def read_model_config(path: str) -> dict[str, Any]:
+    """The fields of ``config.json``.
+
+    Raises:
+        ValueError: it is missing or not JSON.
+    """
+    file = Path(path) / "config.json"
+    try:
+        return json.loads(file.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"cannot read {str(file)!r}: {error}") from error

@@ -1,0 +1,133 @@
+"""An engine without a model: deterministic tokens after a drawn latency.
+
+Invariant: the answer depends on the prompt, the request's seed and the model version only,
+so a test can tell which weights, and which request, an answer came from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import zlib
+from typing import Any
+
+import numpy as np
+
+from trinity_dask.models.checksum import Digest
+from trinity_dask.models.protocol import (
+    FINISH_LENGTH,
+    FINISH_STOP,
+    Completion,
+    EngineSpec,
+    SamplingParams,
+    WeightGroupSpec,
+    WeightReceipt,
+    WeightUpdate,
+)
+from trinity_dask.models.requests import check_sampling
+
+VOCAB_SIZE = 256
+EOS_ID = VOCAB_SIZE - 1
+LOGPROB = float(np.log(1 / VOCAB_SIZE))
+
+
+class FakeEngine:
+    """Implements :class:`~trinity_dask.models.protocol.InferenceEngine` without weights.
+
+    A request takes ``fake_latency_s`` seconds, times a log-normal factor of mean 1 when
+    ``fake_latency_sigma`` is above 0. Weight updates take part in the transfer, so their
+    checksum is real, and change nothing but the version.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+        self.model_version = 0
+        self.latency_s = float(spec.config.get("fake_latency_s", 0.0))
+        self.sigma = float(spec.config.get("fake_latency_sigma", 0.0))
+        self._rng = np.random.default_rng(int(spec.config.get("seed", 0)))
+        self._group: Any = None
+        self._running = 0
+        self._n_requests = 0
+        self._n_tokens = 0
+
+    async def prepare(self) -> dict[str, Any]:
+        return {"latency_s": self.latency_s, "latency_sigma": self.sigma}
+
+    async def generate(
+        self, prompt_token_ids: list[int], sampling: SamplingParams, request_id: str
+    ) -> list[Completion]:
+        check_sampling(sampling)
+        version = self.model_version
+        self._n_requests += 1
+        self._running += 1
+        try:
+            await self._wait()
+        finally:
+            self._running -= 1
+        return [self._answer(prompt_token_ids, sampling, version, i) for i in range(sampling.n)]
+
+    async def _wait(self) -> None:
+        seconds = self.latency_s
+        if seconds > 0 and self.sigma > 0:
+            # mean of a log-normal is exp(mu + sigma^2 / 2)
+            seconds *= float(self._rng.lognormal(-(self.sigma**2) / 2, self.sigma))
+        await asyncio.sleep(seconds)
+
+    def _answer(
+        self, prompt: list[int], sampling: SamplingParams, version: int, index: int
+    ) -> Completion:
+        key = np.asarray([*prompt, version, sampling.seed or 0, index], dtype=np.int64)
+        draw = zlib.crc32(key.tobytes())
+        length = sampling.min_tokens + draw % (sampling.max_tokens - sampling.min_tokens + 1)
+        length = max(length, 1)
+        tokens = (draw + np.arange(length) * 7919) % EOS_ID
+        stopped = length < sampling.max_tokens or draw % 2 == 0
+        if stopped:
+            tokens[-1] = EOS_ID
+        self._n_tokens += length
+        return Completion(
+            tokens.astype(np.int32),
+            np.full(length, LOGPROB, dtype=np.float32),
+            np.full(length, version, dtype=np.int32),
+            FINISH_STOP if stopped else FINISH_LENGTH,
+        )
+
+    async def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> np.ndarray:
+        return np.full(len(token_ids) - 1, LOGPROB, dtype=np.float32)
+
+    async def init_weight_group(self, spec: WeightGroupSpec) -> None:
+        from trinity_dask.models.weight_transfer import make_group
+
+        await self.teardown_weight_group()
+        self._group = await asyncio.to_thread(make_group, spec, spec.rank_offset, False)
+
+    async def teardown_weight_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            await asyncio.to_thread(group.close)
+
+    async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
+        receipt = await asyncio.to_thread(self._receive, update)
+        self.model_version = update.version
+        return receipt
+
+    def _receive(self, update: WeightUpdate) -> WeightReceipt:
+        from trinity_dask.models.torch_weights import incoming
+
+        start = time.perf_counter()
+        digest = Digest()
+        for _ in incoming(update, self._group, digest):
+            pass  # received for its checksum only
+        seconds = time.perf_counter() - start
+        return WeightReceipt(update.version, digest.value, digest.n_bytes, seconds)
+
+    async def stats(self) -> dict[str, float]:
+        return {
+            "requests": float(self._n_requests),
+            "generated_tokens": float(self._n_tokens),
+            "running": float(self._running),
+            "waiting": 0.0,
+        }
+
+    async def close(self) -> None:
+        await self.teardown_weight_group()

@@ -1,0 +1,24 @@
+"""The one place where a tokenizer is loaded, so that every part sees the same ids."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+
+@lru_cache(maxsize=8)
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of the model directory ``path``, with a padding token set.
+
+    Raises:
+        ValueError: there is no tokenizer at ``path``.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no tokenizer at {path!r}: {error}") from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer

@@ -1,0 +1,81 @@
+"""Loading a received version into a Hugging Face model.
+
+Invariant: all of a version is received and compared with the model's names before the
+first parameter changes, so a transfer that breaks leaves the old weights whole.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from trinity_dask.models.checksum import Digest
+from trinity_dask.models.protocol import WeightReceipt, WeightUpdate
+from trinity_dask.models.weight_files import read_safetensors
+from trinity_dask.models.weight_transfer import WeightGroup, recv
+
+
+def incoming(
+    update: WeightUpdate, group: WeightGroup | None, digest: Digest
+) -> Iterable[tuple[str, torch.Tensor]]:
+    """The tensors of ``update``, from the group or from its file.
+
+    Raises:
+        ValueError: unknown method, or a file method without a path.
+        RuntimeError: method ``nccl`` and no group of the update's generation.
+    """
+    if update.method == "nccl":
+        if group is None or group.generation != update.generation:
+            have = "none" if group is None else f"generation {group.generation}"
+            raise RuntimeError(
+                f"version {update.version} comes over weight group generation "
+                f"{update.generation}, but this engine is in {have}"
+            )
+        return recv(group, update.meta, update.bucket_bytes, digest)
+    if update.method in ("memory", "checkpoint") and update.path:
+        return read_safetensors(update.path, digest)
+    raise ValueError(
+        f"weight update method {update.method!r} with path {update.path!r}: use 'nccl', or "
+        "'memory' or 'checkpoint' with a path"
+    )
+
+
+def load_update(
+    model: Any, update: WeightUpdate, group: WeightGroup | None
+) -> WeightReceipt:
+    """Receive ``update`` and copy it into ``model`` in place.
+
+    Raises:
+        ValueError: names or shapes do not fit the model; it is unchanged then.
+    """
+    start = time.perf_counter()
+    digest = Digest()
+    staged = dict(incoming(update, group, digest))
+    assign(model, staged)
+    return WeightReceipt(
+        update.version, digest.value, digest.n_bytes, time.perf_counter() - start
+    )
+
+
+@torch.no_grad()
+def assign(model: Any, tensors: dict[str, torch.Tensor]) -> None:
+    """Copy ``tensors`` into the parameters of the same names; a tied alias may be present."""
+    known = model.state_dict()  # shares storage with the parameters; lists aliases too
+    needed = {name for name, _ in model.named_parameters()}
+    missing, unknown = sorted(needed - set(tensors)), sorted(set(tensors) - set(known))
+    if missing or unknown:
+        raise ValueError(
+            f"the weights do not fit the model: missing {missing[:3]}, unknown {unknown[:3]} "
+            f"({len(missing)} and {len(unknown)} names)"
+        )
+    for name, tensor in tensors.items():
+        if known[name].shape != tensor.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}; the model's is "
+                f"{tuple(known[name].shape)}"
+            )
+    for name, tensor in tensors.items():
+        known[name].copy_(tensor)

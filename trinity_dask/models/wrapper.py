@@ -1,0 +1,308 @@
+"""The model as a workflow sees it: text or messages in, experiences out.
+
+Invariant: an experience holds the ids that were sampled, never ids made from text again;
+an answer cut at its length limit says so; and a prompt that is too long is never sampled
+from, it becomes experiences that no loss can see.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+import logging
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from typing import Any, Optional, Union
+
+import numpy as np
+
+from trinity_dask.experience import PROMPT_TRUNCATED, RESPONSE_TRUNCATED, Experience
+from trinity_dask.models.protocol import (
+    FINISH_LENGTH,
+    Completion,
+    InferenceEngine,
+    SamplingParams,
+)
+from trinity_dask.models.tokenizer import load_tokenizer
+
+__all__ = ["ModelWrapper", "Prompts", "load_tokenizer"]
+
+log = logging.getLogger("trinity_dask.models")
+
+Prompts = Union[str, list[int], list[str]]
+TRUNCATED_TEXT = "[the prompt was longer than model.max_prompt_tokens; nothing was sampled]"
+_SAMPLING_NAMES = frozenset(SamplingParams.__dataclass_fields__)
+_ids = itertools.count()
+
+
+class ModelWrapper:
+    """Samples from one engine with one tokenizer and one set of sampling defaults.
+
+    ``model_cfg`` is a :class:`~trinity_dask.config.schema.ModelConfig` or its dict;
+    ``rollout_args`` (``temperature``, ``top_p``, ``top_k``, ``max_tokens``; None inherits)
+    override it, and keywords of a call override both.
+
+    The coroutines run on the event loop that made the wrapper (or ``loop``); the plain
+    methods are for threads and wait for that loop.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        tokenizer: Any,
+        model_cfg: Any,
+        rollout_args: Optional[Mapping[str, Any]] = None,
+        *,
+        enable_history: bool = False,
+        loop: Optional[asyncio.AbstractEventLoop] = None,
+    ) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.model_cfg: dict[str, Any] = as_dict(model_cfg)
+        self.generate_kwargs = self._defaults(rollout_args or {})
+        self.enable_history = enable_history
+        self.history: list[Experience] = []
+        self.request_count = 0
+        self._state: dict[str, Any] = {}
+        self._loop = loop or _running_loop()
+        self._warned: set[str] = set()
+
+    def _defaults(self, rollout_args: Mapping[str, Any]) -> dict[str, Any]:
+        cfg = self.model_cfg
+        defaults = {
+            "temperature": cfg.get("temperature", 1.0),
+            "top_p": cfg.get("top_p", 1.0),
+            "top_k": cfg.get("top_k", -1),
+            "max_tokens": cfg.get("max_response_tokens"),
+            "min_tokens": cfg.get("min_response_tokens", 0),
+        }
+        defaults.update({k: v for k, v in as_dict(rollout_args).items() if v is not None})
+        return defaults
+
+    @property
+    def model_path(self) -> str:
+        return self.model_cfg.get("model_path", "")
+
+    @property
+    def model_version(self) -> int:
+        """Version of the weights that the engine samples with now."""
+        return self.engine.model_version
+
+    # sampling ---------------------------------------------------------------------------
+    async def generate_async(self, prompts: Prompts, **sampling: Any) -> list[Experience]:
+        """Sample ``n`` (default 1) answers to each prompt, in order, prompt by prompt.
+
+        ``prompts`` is one text, one list of token ids, or a list of texts; texts are
+        tokenised as they are, without the chat template.
+
+        Raises:
+            ValueError: a prompt or a sampling parameter is out of range.
+            TimeoutError: the engine did not answer in ``request_timeout_s``.
+        """
+        if isinstance(prompts, str):
+            return await self._sample(self._encode(prompts), sampling, prompt_text=prompts)
+        if not prompts:
+            raise ValueError("generate needs a prompt (got an empty list)")
+        if not isinstance(prompts[0], str):
+            ids = [int(token) for token in prompts]
+            return await self._sample(ids, sampling, prompt_text=self.tokenizer.decode(ids))
+        calls = [self._sample(self._encode(str(p)), sampling, prompt_text=str(p)) for p in prompts]
+        return [experience for group in await asyncio.gather(*calls) for experience in group]
+
+    async def chat_async(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Optional[list[dict[str, Any]]] = None,
+        **sampling: Any,
+    ) -> list[Experience]:
+        """Sample ``n`` (default 1) assistant turns that follow ``messages``.
+
+        The chat template is applied with the generation prompt.
+        """
+        text = self._render(messages, tools)
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return await self._sample(ids, sampling, text, messages=messages, tools=tools)
+
+    async def logprobs_async(
+        self, tokens: Sequence[int], temperature: Optional[float] = None
+    ) -> np.ndarray:
+        """Log-prob of every token after the first, float32 ``[len(tokens) - 1]``.
+
+        ``temperature`` defaults to the sampling temperature.
+        """
+        heat = self.generate_kwargs["temperature"] if temperature is None else temperature
+        return await self.engine.logprobs([int(token) for token in tokens], float(heat))
+
+    async def _sample(
+        self, prompt: list[int], overrides: dict[str, Any], prompt_text: str, **extra: Any
+    ) -> list[Experience]:
+        params = self._params(overrides, len(prompt))
+        limit = self.model_cfg.get("max_prompt_tokens")
+        if limit and len(prompt) > limit and self.model_cfg.get("enable_prompt_truncation", True):
+            experiences = self._too_long(prompt, int(limit), params.n, prompt_text, extra)
+        else:
+            self.request_count += 1
+            completions = await self.engine.generate(prompt, params, f"r{next(_ids)}")
+            experiences = self._experiences(prompt, completions, prompt_text, extra)
+        if self.enable_history:
+            self.history.extend(experiences)
+        return experiences
+
+    def _params(self, overrides: dict[str, Any], prompt_length: int) -> SamplingParams:
+        for name in overrides.keys() - _SAMPLING_NAMES - self._warned:
+            self._warned.add(name)
+            log.warning("sampling parameter %r is not supported and has no effect", name)
+        merged = {**self.generate_kwargs, **overrides}
+        if merged.get("max_tokens") is None:
+            merged["max_tokens"] = self._room(prompt_length)
+        merged["stop_token_ids"] = tuple(merged.get("stop_token_ids") or ())
+        return SamplingParams(**{k: v for k, v in merged.items() if k in _SAMPLING_NAMES})
+
+    def _room(self, prompt_length: int) -> int:
+        length = self.model_cfg.get("max_model_len")
+        if not length:
+            raise ValueError(
+                "the longest answer is unknown; set model.max_response_tokens, "
+                "model.max_model_len, or pass max_tokens"
+            )
+        return max(int(length) - prompt_length, 1)
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text)
+
+    def _render(
+        self, messages: list[dict[str, Any]], tools: Optional[list[dict[str, Any]]] = None
+    ) -> str:
+        if not messages:
+            raise ValueError("chat needs at least one message (got an empty list)")
+        return self.tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=True
+        )
+
+    def get_message_token_len(self, messages: list[dict[str, Any]]) -> int:
+        """Tokens of ``messages`` under the chat template, with the generation prompt."""
+        return len(self.tokenizer.encode(self._render(messages), add_special_tokens=False))
+
+    # experiences ------------------------------------------------------------------------
+    def _experiences(
+        self,
+        prompt: list[int],
+        completions: list[Completion],
+        prompt_text: str,
+        extra: dict[str, Any],
+    ) -> list[Experience]:
+        head = np.asarray(prompt, dtype=np.int32)
+        texts = self.tokenizer.batch_decode(
+            [completion.token_ids for completion in completions], skip_special_tokens=True
+        )
+        return [
+            Experience(
+                tokens=np.concatenate([head, completion.token_ids]),
+                prompt_length=len(head),
+                logprobs=completion.logprobs,
+                versions=completion.versions,
+                truncate_status=(
+                    RESPONSE_TRUNCATED if completion.finish_reason == FINISH_LENGTH else None
+                ),
+                prompt_text=prompt_text,
+                response_text=text,
+                info={"finish_reason": completion.finish_reason},
+                **extra,
+            )
+            for completion, text in zip(completions, texts, strict=True)
+        ]
+
+    def _too_long(
+        self, prompt: list[int], limit: int, n: int, prompt_text: str, extra: dict[str, Any]
+    ) -> list[Experience]:
+        """``n`` experiences that keep the group whole: one token that no loss sees."""
+        return [
+            Experience(
+                tokens=np.asarray(prompt[: limit + 1], dtype=np.int32),
+                prompt_length=limit,
+                logprobs=np.zeros(1, dtype=np.float32),
+                versions=np.full(1, self.model_version, dtype=np.int32),
+                action_mask=np.zeros(1, dtype=np.bool_),
+                reward=0.0,
+                truncate_status=PROMPT_TRUNCATED,
+                prompt_text=prompt_text,
+                response_text=TRUNCATED_TEXT,
+                info={"finish_reason": PROMPT_TRUNCATED},
+                **extra,
+            )
+            for _ in range(n)
+        ]
+
+    # history and state ------------------------------------------------------------------
+    def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
+        """Everything sampled since history was last cleared.
+
+        Raises:
+            ValueError: the wrapper does not keep history.
+        """
+        if not self.enable_history:
+            raise ValueError(
+                "this ModelWrapper keeps no history; make it with enable_history=True or use "
+                "clone_with_isolated_history()"
+            )
+        experiences = list(self.history)
+        if clear_history:
+            self.history.clear()
+        return experiences
+
+    def clone_with_isolated_history(self) -> ModelWrapper:
+        """The same model and sampling defaults, with a history and state of its own."""
+        clone = copy.copy(self)
+        clone.generate_kwargs = dict(self.generate_kwargs)
+        clone.history = []
+        clone._state = {}
+        return clone
+
+    def set_workflow_state(self, state: Mapping[str, Any]) -> None:
+        self._state.update(state)
+
+    def get_workflow_state(self) -> dict[str, Any]:
+        return dict(self._state)
+
+    def clean_workflow_state(self) -> None:
+        """Forget the workflow's state and the history."""
+        self._state = {}
+        self.history.clear()
+
+    # for threads ------------------------------------------------------------------------
+    def generate(self, prompts: Prompts, **sampling: Any) -> list[Experience]:
+        """:meth:`generate_async` for a thread other than the event loop's."""
+        return self._wait(self.generate_async(prompts, **sampling))
+
+    def chat(self, messages: list[dict[str, Any]], **sampling: Any) -> list[Experience]:
+        """:meth:`chat_async` for a thread other than the event loop's."""
+        return self._wait(self.chat_async(messages, **sampling))
+
+    def logprobs(self, tokens: Sequence[int], temperature: Optional[float] = None) -> np.ndarray:
+        """:meth:`logprobs_async` for a thread other than the event loop's."""
+        return self._wait(self.logprobs_async(tokens, temperature))
+
+    def _wait(self, call: Coroutine[Any, Any, Any]) -> Any:
+        if self._loop is None or _running_loop() is self._loop:
+            call.close()
+            raise RuntimeError(
+                "the plain methods of ModelWrapper are for worker threads: they wait for the "
+                "event loop, which here would wait for itself or is unknown. Use the *_async "
+                "methods on the loop, or pass loop=... when the wrapper is made in a thread"
+            )
+        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
+
+
+def as_dict(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass, or a copy of a mapping."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return dict(value)
+
+
+def _running_loop() -> Optional[asyncio.AbstractEventLoop]:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

@@ -1,0 +1,1 @@
+"""The trainer: policy of steps, saves and syncs; engine ranks; checkpoints."""

@@ -1,0 +1,223 @@
+"""Checkpoints on disk: complete or not there.
+
+Invariant: ``global_step_<n>`` counts only while its ``COMPLETE`` marker, written last,
+agrees with the files beside it; at every moment of a save (a kill included) the checkpoint
+that was the latest before it, or the new one, is complete.
+
+Layout of ``<job>/global_step_<n>/``::
+
+    actor/model.safetensors      float32 weights by parameter name
+    actor/optimizer.safetensors  optimizer state and random generator
+    huggingface/                 only when asked: loadable by transformers and vLLM
+    state.json                   trainer step, counters, lease or reader state
+    COMPLETE                     names, sizes and (small files) hashes of all of these
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Optional
+
+log = logging.getLogger(__name__)
+
+MARKER = "COMPLETE"
+STATE = "state.json"
+WEIGHTS = "actor/model.safetensors"
+OPTIMIZER = "actor/optimizer.safetensors"
+HF_EXPORT = "huggingface"
+# a hash of every file would read a large model twice; its size and the fsync must do
+HASHED_BYTES = 1 << 20
+
+# an older checkpoint of the same step waits under this name while the new one moves in
+_RETIRED = ".retired"
+_NAME = re.compile(rf"^global_step_(\d+)(?:{re.escape(_RETIRED)})?$")
+_PARTIAL = re.compile(r"^\.global_step_\d+\.[0-9a-f]{8}\.partial$")
+
+Hook = Callable[[str], None]
+
+
+def step_dir(job_dir: str | Path, step: int) -> Path:
+    return Path(job_dir) / f"global_step_{step}"
+
+
+# reading ------------------------------------------------------------------------------
+def is_complete(path: str | Path) -> bool:
+    """Whether the marker is there and every file is as it says."""
+    path = Path(path)
+    try:
+        files = json.loads((path / MARKER).read_text(encoding="utf-8"))["files"]
+        return all(_agrees(path / name, entry) for name, entry in files.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _agrees(file: Path, entry: dict[str, Any]) -> bool:
+    if file.stat().st_size != entry["size"]:
+        return False
+    return "sha256" not in entry or _sha256(file) == entry["sha256"]
+
+
+def complete_checkpoints(job_dir: str | Path) -> list[Path]:
+    """Complete checkpoints by step, oldest first; one per step."""
+    found: dict[int, Path] = {}
+    for path in sorted(_candidates(job_dir)):  # the plain name sorts before a retired one
+        match = _NAME.match(path.name)
+        if match and int(match[1]) not in found and is_complete(path):
+            found[int(match[1])] = path
+    return [found[step] for step in sorted(found)]
+
+
+def _candidates(job_dir: str | Path) -> list[Path]:
+    job_dir = Path(job_dir)
+    if not job_dir.is_dir():
+        return []
+    return [path for path in job_dir.iterdir() if _NAME.match(path.name) and path.is_dir()]
+
+
+def latest_complete(job_dir: str | Path) -> Optional[Path]:
+    """The complete checkpoint with the highest step; says which incomplete ones it skips."""
+    complete = complete_checkpoints(job_dir)
+    latest = complete[-1] if complete else None
+    for path in _candidates(job_dir):
+        if _step(path) > (_step(latest) if latest else -1):
+            log.warning("checkpoint %s is incomplete (a save was cut off) and is skipped", path)
+    return latest
+
+
+def latest_hf_export(job_dir: str | Path) -> Optional[Path]:
+    """The newest Hugging Face export in a complete checkpoint."""
+    for path in reversed(complete_checkpoints(job_dir)):
+        if (path / HF_EXPORT / "config.json").is_file():
+            return path / HF_EXPORT
+    return None
+
+
+def read_state(path: str | Path) -> dict[str, Any]:
+    """The state that was saved with a checkpoint."""
+    return json.loads((Path(path) / STATE).read_text(encoding="utf-8"))
+
+
+def _step(path: Path) -> int:
+    match = _NAME.match(path.name)
+    assert match is not None
+    return int(match[1])
+
+
+# writing ------------------------------------------------------------------------------
+def write_checkpoint(
+    job_dir: str | Path,
+    step: int,
+    state: dict[str, Any],
+    fill: Callable[[Path], None],
+    keep: int = 0,
+    hook: Optional[Hook] = None,
+) -> Path:
+    """Write checkpoint ``step``, durably; then remove all but the ``keep`` newest.
+
+    Args:
+        state: JSON-able, becomes ``state.json``.
+        fill: writes everything else into the directory that it is given.
+        keep: complete checkpoints to leave on disk, earlier runs' included; 0 keeps all.
+        hook: called with the name of each point that the save passes.
+
+    Raises:
+        OSError: the disk is full or not writable; earlier checkpoints are untouched.
+    """
+    reached = hook or (lambda point: None)
+    target = step_dir(job_dir, step)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.partial"
+    try:
+        partial.mkdir()
+        reached("created")
+        fill(partial)
+        reached("filled")
+        (partial / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+        _sync_tree(partial)
+        reached("synced")
+        _write_marker(partial, step)
+        reached("marked")
+        _move_in(partial, target, reached)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    prune(target.parent, keep)
+    reached("pruned")
+    return target
+
+
+def _move_in(partial: Path, target: Path, reached: Hook) -> None:
+    """Give ``partial`` its name; a checkpoint of that name keeps existing until then."""
+    retired = target.with_name(target.name + _RETIRED)
+    if target.exists():
+        if retired.exists():
+            shutil.rmtree(retired)
+        os.rename(target, retired)
+        reached("retired")
+    os.rename(partial, target)
+    sync_directory(target.parent)
+    reached("renamed")
+    if retired.exists():
+        shutil.rmtree(retired)
+
+
+def prune(job_dir: str | Path, keep: int) -> None:
+    """Remove left-overs of killed saves, and complete checkpoints beyond the newest ``keep``."""
+    for path in Path(job_dir).iterdir():
+        if _PARTIAL.match(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+    for path in complete_checkpoints(job_dir)[:-keep] if keep > 0 else []:
+        # without its marker a half-removed directory cannot be taken for a checkpoint
+        (path / MARKER).unlink()
+        shutil.rmtree(path)
+
+
+def _write_marker(directory: Path, step: int) -> None:
+    files = {
+        str(file.relative_to(directory)): _entry(file)
+        for file in sorted(directory.rglob("*"))
+        if file.is_file()
+    }
+    marker = directory / MARKER
+    marker.write_text(json.dumps({"step": step, "files": files}, indent=1), encoding="utf-8")
+    _sync_file(marker)
+    sync_directory(directory)
+
+
+def _entry(file: Path) -> dict[str, Any]:
+    size = file.stat().st_size
+    return {"size": size} | ({"sha256": _sha256(file)} if size <= HASHED_BYTES else {})
+
+
+def _sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _sync_tree(directory: Path) -> None:
+    for path in directory.rglob("*"):
+        if path.is_dir():
+            sync_directory(path)
+        else:
+            _sync_file(path)
+
+
+def _sync_file(path: Path) -> None:
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

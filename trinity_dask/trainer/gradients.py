@@ -1,0 +1,80 @@
+"""Sums over the trainer's ranks.
+
+Invariant: gradients are *summed*: each rank's loss is already divided by counts of the
+global mini-batch, so nothing is averaged and unequal shards weigh what they should.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+BUCKET_ELEMENTS = 16 << 20  # 64 MiB of float32 at a time bounds the copy
+
+
+class GradientGroup:
+    """All-reduce by sum over a bare process group; ``None`` is a single rank.
+
+    A peer that is not there after ``timeout_s``, or that died, raises ``RuntimeError``.
+    """
+
+    def __init__(
+        self, backend: Optional[Any] = None, device: str = "cpu", timeout_s: float = 1800.0
+    ) -> None:
+        self._backend = backend
+        self.device = device
+        self._timeout = timedelta(seconds=timeout_s)
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Replace ``tensor`` by the sum over all ranks."""
+        if self._backend is not None:
+            options = torch.distributed.AllreduceOptions()
+            options.timeout = self._timeout
+            self._backend.allreduce([tensor], options).wait()
+        return tensor
+
+    def sum_values(self, values: dict[str, float]) -> dict[str, float]:
+        """Sum numbers by name; the names must be the same on all ranks."""
+        if self._backend is None or not values:
+            return values
+        names = sorted(values)
+        total = self.sum_(
+            torch.tensor([values[n] for n in names], dtype=torch.float64, device=self.device)
+        )
+        return dict(zip(names, total.tolist(), strict=True))
+
+    def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Sum every ``.grad``, packed; a parameter without one counts as zeros."""
+        if self._backend is None:
+            return
+        for bucket in _buckets(parameters):
+            flat = torch.cat([_gradient(p).reshape(-1) for p in bucket])
+            self.sum_(flat)
+            start = 0
+            for parameter in bucket:
+                part = flat[start : start + parameter.numel()]
+                parameter.grad = part.view_as(parameter)
+                start += parameter.numel()
+
+
+def _gradient(parameter: torch.nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _buckets(parameters: Iterable[torch.nn.Parameter]) -> Iterable[list[torch.nn.Parameter]]:
+    bucket: list[torch.nn.Parameter] = []
+    size = 0
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        if bucket and size + parameter.numel() > BUCKET_ELEMENTS:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(parameter)
+        size += parameter.numel()
+    if bucket:
+        yield bucket

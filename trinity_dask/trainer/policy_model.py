@@ -1,0 +1,71 @@
+"""The policy as the trainer holds it: float32 master weights, no dropout.
+
+Invariant: what is trained is float32 whatever the sampler's dtype is, and a forward pass
+is deterministic, so the ratio to the same weights is exactly 1.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Raises ValueError for a dtype that the policy cannot have."""
+    if name not in DTYPES:
+        raise ValueError(f"model.dtype {name!r} is not supported; allowed: {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def load_policy(
+    model_path: str | Path,
+    *,
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+    gradient_checkpointing: bool = False,
+) -> Any:
+    """A Hugging Face causal language model for training, float32 on ``device``.
+
+    Raises:
+        OSError, ValueError: ``model_path`` is no model, or lacks weights (from transformers).
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # it would end up in a worker's log
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        str(model_path),
+        dtype=torch.float32,
+        attn_implementation="sdpa",
+        trust_remote_code=trust_remote_code,
+    )
+    model.to(device)
+    without_dropout(model)
+    model.eval()
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()  # transformers checkpoints only in training mode
+    return model
+
+
+def without_dropout(model: Any) -> None:
+    """Set every dropout to 0: with it the trainer's policy would not be the sampler's."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+
+
+def frozen_copy(model_path: str | Path, **kwargs: Any) -> Any:
+    """The reference policy: the same model before training, without gradients."""
+    return load_policy(model_path, **kwargs).requires_grad_(False)
+
+
+def autocast_dtype(name: str) -> Optional[torch.dtype]:
+    dtype = torch_dtype(name)
+    return None if dtype == torch.float32 else dtype

@@ -1,0 +1,330 @@
+"""The trainer: which rows, which step, when to synchronise, when to save.
+
+Invariant: a step is *train, acknowledge, synchronise, save, log*, in that order, so a
+checkpoint names exactly the rows its weights have seen; and a step that was once announced
+to the synchronizer keeps its weights: lost ranks come back by replaying the same rows from
+the last checkpoint, not by forgetting them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional, TypeVar
+
+from trinity_dask.buffer.errors import EndOfData
+from trinity_dask.cluster.rpc import ActorLost
+from trinity_dask.config.schema import Config
+from trinity_dask.trainer.checkpoint import HF_EXPORT, latest_complete, read_state
+from trinity_dask.trainer.metrics import merge_rank_metrics
+from trinity_dask.trainer.rank_pool import RankPool
+from trinity_dask.trainer.sources import Feed, Patience, Source, open_source
+
+log = logging.getLogger("trinity_dask.trainer")
+T = TypeVar("T")
+
+TRUNCATED_ALARM = 0.5
+
+
+class NoUsableRows(RuntimeError):
+    """Batch after batch had no row to train on."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The checkpoint that lost ranks start from; ``path`` None is the initial model."""
+
+    path: Optional[Path] = None
+    step: int = 0
+    exported: bool = False
+
+
+class Trainer:
+    """Drives the trainer ranks of one stage; lives on the control worker's event loop.
+
+    Args:
+        cfg: the stage's validated config.
+        run_id: prefix of the ranks' actor keys, unique per stage and run.
+        buffer: the experience buffer; None when the stage trains from a file or a store
+            that an earlier run filled.
+        synchronizer: told about every step; None without an explorer.
+        monitor: anything with ``log(step, metrics)``; None for no metrics.
+        pool: the ranks; made from ``cfg`` when None.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        run_id: str,
+        buffer: Any = None,
+        synchronizer: Any = None,
+        monitor: Any = None,
+        pool: Optional[RankPool] = None,
+    ) -> None:
+        self.cfg = cfg
+        self.job_dir = Path(str(cfg.job_dir))
+        self.pool = pool or RankPool(cfg, run_id)
+        self.step = 0
+        self.trained_rows = 0
+        self.state = "starting"
+        self._source: Source = open_source(cfg, buffer)
+        self._synchronizer = synchronizer
+        self._monitor = monitor
+        self._saved = Saved()
+        self._steps_since_save: list[int] = []
+        self._empty_batches = 0
+        self._tokens_per_s = 0.0
+        self._waited_s = 0.0
+        self._warned: set[str] = set()
+        self._stop = False
+
+    # queries ----------------------------------------------------------------------------
+    @property
+    def progress(self) -> int:
+        """Every explorer batch up to this one is trained."""
+        return self._source.progress
+
+    @property
+    def total_steps(self) -> Optional[int]:
+        return self.cfg.trainer.total_steps
+
+    def status(self) -> dict[str, Any]:
+        """Keys of the run's status that the trainer knows."""
+        return {
+            "step": self.step,
+            "total_steps": self.total_steps,
+            "tokens_per_s": self._tokens_per_s,
+        }
+
+    async def is_alive(self) -> bool:
+        return self.state != "stopped"
+
+    # life -------------------------------------------------------------------------------
+    async def prepare(self) -> dict[str, Any]:
+        """Start the ranks and continue from the last complete checkpoint, if there is one."""
+        state = await asyncio.to_thread(self._load_state)
+        await self._source.prepare(None if state is None else state["source"])
+        facts = await self.pool.start(self.cfg.model.model_path, self._checkpoint)
+        self._announce_rank0()
+        log.info("trainer ready at step %d: %s", self.step, facts)
+        return {"step": self.step, "checkpoint": self._checkpoint, **facts}
+
+    def _load_state(self) -> Optional[dict[str, Any]]:
+        path = latest_complete(self.job_dir) if self.cfg.continue_from_checkpoint else None
+        if path is None:
+            return None
+        state = read_state(path)
+        self.step, self.trained_rows = int(state["step"]), int(state["trained_rows"])
+        self._empty_batches = int(state["empty_batches"])
+        self._saved = Saved(path, self.step, (path / HF_EXPORT / "config.json").is_file())
+        return state
+
+    @property
+    def _checkpoint(self) -> Optional[str]:
+        return None if self._saved.path is None else str(self._saved.path)
+
+    async def stop(self) -> None:
+        """Leave the loop after the current step; ``train`` then saves and returns."""
+        self._stop = True
+
+    async def close(self) -> None:
+        self.state = "stopped"
+        await self.pool.close()
+
+    # the loop ---------------------------------------------------------------------------
+    async def train(self) -> dict[str, Any]:
+        """Train until the last step, the end of the data, or :meth:`stop`.
+
+        Returns ``step``, ``trained_rows``, ``left_rows``, ``stopped`` and ``checkpoint``.
+        """
+        while not self._finished:
+            feed = await self._next_feed()
+            if feed is None:
+                break
+            metrics = await self._train(feed)
+            await self._source.done(feed)
+            metrics["time/sync_weight"] = await self._timed(self._sync)
+            if self._save_is_due:
+                metrics["time/save_checkpoint"] = await self._timed(self._save)
+            self._log(metrics)
+            await self._check_usable()
+        return await self._finish()
+
+    @property
+    def _finished(self) -> bool:
+        return self._stop or (self.total_steps is not None and self.step >= self.total_steps)
+
+    async def _next_feed(self) -> Optional[Feed]:
+        """Rows for the next step; None at the end of the data or when stopped."""
+        self.state = "waiting"
+        start = time.perf_counter()
+        patience = Patience(
+            self.cfg.buffer.trainer_input.experience_buffer.max_read_timeout_s, self._starved
+        )
+        feed: Optional[Feed] = None
+        try:
+            while feed is None and not self._stop:
+                feed = await self._source.next()
+                if feed is None:
+                    await self._heal_quietly()
+                    await patience.nothing_came()
+        except EndOfData as end:
+            log.info("end of the training data; %d rows left over", end.left_rows)
+        if feed is not None and patience.starving and self._synchronizer is not None:
+            await self._synchronizer.trainer_resumed()
+        self._waited_s = time.perf_counter() - start
+        return feed
+
+    async def _starved(self) -> None:
+        if self._synchronizer is not None:
+            await self._synchronizer.trainer_starved(self.step)
+
+    # one step ---------------------------------------------------------------------------
+    async def _train(self, feed: Feed) -> dict[str, float]:
+        self.state = "training"
+        metrics = {"time/wait_data": self._waited_s}
+        self.step += 1
+        if feed.rows == 0:
+            return metrics | self._empty_batch()
+        self._empty_batches = 0
+        metrics |= await self._with_ranks(lambda: self._update(feed, self.step))
+        self._steps_since_save.append(self.step)
+        self.trained_rows += feed.rows
+        self._tokens_per_s = metrics["tokens_per_s"]
+        self._watch(metrics)
+        return metrics | {"trainer/empty_batch": 0.0, "trainer/trained_rows": self.trained_rows}
+
+    async def _update(self, feed: Feed, step: int) -> dict[str, float]:
+        start = time.perf_counter()
+        timeout_s = self.cfg.trainer.step_timeout_s
+        ranks = await self.pool.call_all("train_step", feed.input, step, timeout_s=timeout_s)
+        return merge_rank_metrics(ranks, time.perf_counter() - start)
+
+    def _empty_batch(self) -> dict[str, float]:
+        """A step without rows changes no weight, but it is a step of the schedule."""
+        self._empty_batches += 1
+        log.warning("train step %d has no rows: its whole batch was filtered", self.step)
+        return {"trainer/empty_batch": 1.0, "trainer/empty_batches": float(self._empty_batches)}
+
+    async def _check_usable(self) -> None:
+        allowed = self.cfg.trainer.max_empty_batches
+        if self._empty_batches < allowed:
+            return
+        await self._save()
+        raise NoUsableRows(
+            f"{self._empty_batches} batches in a row had no row to train on "
+            f"(trainer.max_empty_batches = {allowed}). With grpo a group whose answers all "
+            "earn the same is dropped: look at the rewards (rollout/*/reward), use an easier "
+            "task or a better start model, or raise algorithm.repeat_times. The state is "
+            f"saved in {self.job_dir}"
+        )
+
+    def _watch(self, metrics: dict[str, float]) -> None:
+        """Say once what usually means that a run learns nothing."""
+        share = metrics.get("sample/truncated_share", 0.0)
+        if share > TRUNCATED_ALARM and "truncated" not in self._warned:
+            self._warned.add("truncated")
+            log.warning(
+                "%.0f%% of the answers of step %d were cut at the token limit; raise "
+                "model.max_response_tokens if the task needs longer answers",
+                100 * share,
+                self.step,
+            )
+
+    async def _sync(self) -> None:
+        if self._synchronizer is not None:
+            self.state = "syncing"
+            await self._synchronizer.trainer_sync(self.step, self.progress)
+
+    # checkpoints ------------------------------------------------------------------------
+    @property
+    def _save_is_due(self) -> bool:
+        """At the interval; the last step is saved after the loop, with the export."""
+        interval = self.cfg.trainer.save_interval
+        return interval > 0 and self.step % interval == 0 and not self._finished
+
+    async def _save(self, last: bool = False) -> None:
+        self.state = "saving"
+        wanted = self.cfg.trainer.save_hf_checkpoint
+        export = wanted == "always" or (last and wanted == "last")
+        state = {
+            "step": self.step,
+            "trained_rows": self.trained_rows,
+            "empty_batches": self._empty_batches,
+            "progress": self.progress,
+            "source": await self._source.state_dict(),
+        }
+        arguments = (str(self.job_dir), self.step, state, export)
+        timeout_s = self.cfg.trainer.step_timeout_s
+        path = await self._with_ranks(
+            lambda: self.pool.call(0, "save_checkpoint", *arguments, timeout_s=timeout_s)
+        )
+        self._saved = Saved(Path(path), self.step, export)
+        self._source.checkpointed()
+        self._steps_since_save.clear()
+
+    async def _finish(self) -> dict[str, Any]:
+        """Save what is not saved, and tell the synchronizer that no step will follow."""
+        wants_export = self.cfg.trainer.save_hf_checkpoint != "never"
+        unsaved = self._saved.path is None or self._saved.step != self.step
+        if unsaved or (wants_export and not self._saved.exported):
+            await self._save(last=True)
+        if self._synchronizer is not None:
+            await self._synchronizer.trainer_stopped(self.step, self.progress)
+        self.state = "stopped"
+        return {
+            "step": self.step,
+            "trained_rows": self.trained_rows,
+            "left_rows": self._source.left_rows,
+            "stopped": self._stop,
+            "checkpoint": self._checkpoint,
+        }
+
+    # lost ranks -------------------------------------------------------------------------
+    async def _with_ranks(self, call: Callable[[], Awaitable[T]]) -> T:
+        """A call to the ranks; when one is lost, rebuild, catch up and call again."""
+        while True:
+            try:
+                return await call()
+            except ActorLost as error:
+                await self._heal(error)
+
+    async def _heal_quietly(self) -> None:
+        """Rebuild ranks that were lost while nothing was asked of them."""
+        for rank in self.pool.lost[:1]:
+            await self._heal(ActorLost(self.pool.handles[rank], "waiting for rows"))
+
+    async def _heal(self, cause: Exception) -> None:
+        while True:
+            log.warning("%s; rebuilding the trainer ranks from %s", cause, self._checkpoint)
+            await self.pool.rebuild(self.cfg.model.model_path, self._checkpoint, cause)
+            try:
+                await self._replay()
+                break
+            except ActorLost as error:
+                cause = error
+        self._announce_rank0()
+
+    async def _replay(self) -> None:
+        """Repeat the steps since the checkpoint: same rows, same shuffles, same weights."""
+        steps = iter(self._steps_since_save)
+        async for feed in self._source.replay():
+            await self._update(feed, next(steps))
+
+    def _announce_rank0(self) -> None:
+        if self._synchronizer is not None:
+            self._synchronizer.set_trainer_rank0(self.pool.handles[0])
+
+    # plumbing ---------------------------------------------------------------------------
+    async def _timed(self, work: Callable[[], Awaitable[None]]) -> float:
+        start = time.perf_counter()
+        await work()
+        return time.perf_counter() - start
+
+    def _log(self, metrics: dict[str, float]) -> None:
+        if self._monitor is not None:
+            self._monitor.log(self.step, metrics)

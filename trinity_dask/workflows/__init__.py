@@ -1,0 +1,23 @@
+"""What a task does: tasks, the workflow contract, and the built-in workflows.
+
+Invariant: importing this package imports no built-in workflow; the registry does that when
+a name is first used.
+"""
+
+from trinity_dask.workflows.registry import Registry
+from trinity_dask.workflows.task import Task
+from trinity_dask.workflows.workflow import PartialGroupError, Workflow
+
+_SIMPLE = "trinity_dask.workflows.simple"
+
+WORKFLOWS = Registry(
+    "workflow",
+    {
+        "simple_workflow": f"{_SIMPLE}:SimpleWorkflow",
+        "async_simple_workflow": f"{_SIMPLE}:SimpleWorkflow",
+        "math_workflow": f"{_SIMPLE}:MathWorkflow",
+        "async_math_workflow": f"{_SIMPLE}:MathWorkflow",
+    },
+)
+
+__all__ = ["WORKFLOWS", "PartialGroupError", "Registry", "Task", "Workflow"]

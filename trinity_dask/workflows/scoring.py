@@ -1,0 +1,168 @@
+"""Scoring answers with a user's reward function.
+
+Invariant: a reward that raises, returns no number, or does not return in time is an error
+of that one answer, never the number 0, and costs the other answers nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import numbers
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Optional
+
+from trinity_dask.rewards import REWARD_FUNCTIONS
+from trinity_dask.workflows.loading import load_object
+from trinity_dask.workflows.threads import ThreadCall
+
+REWARD_TIMEOUT_S = 30.0
+
+Facts = Mapping[str, Any]
+
+
+class RewardError(RuntimeError):
+    """A reward function raised, returned something that is no number, or never returned."""
+
+
+class Reward:
+    """A reward function with its fixed arguments.
+
+    ``fn`` is a function (or a class, then constructed with ``args``) called with the facts
+    it names out of ``response``, ``truth``, ``prompt``, ``finish_reason``, ``tokens`` and
+    ``raw_task``; with ``**kwargs`` it gets all of them. It returns a number, or a dict of
+    named numbers whose sum is the reward.
+    """
+
+    def __init__(self, name: str, fn: Any, args: Mapping[str, Any]) -> None:
+        self.name = name
+        is_class = inspect.isclass(fn)
+        self._fn: Callable[..., Any] = fn(**args) if is_class else fn
+        self._fixed = {} if is_class else dict(args)
+        self.is_async = inspect.iscoroutinefunction(self._fn) or inspect.iscoroutinefunction(
+            getattr(self._fn, "__call__", None)  # noqa: B004  (an instance with an async __call__)
+        )
+        self._accepted = _accepted_names(self._fn)
+
+    @classmethod
+    def load(cls, name: str, args: Mapping[str, Any]) -> Reward:
+        """By registered name, dotted path or ``file.py:name``. Raises LoadError."""
+        return cls(name, load_object(name, REWARD_FUNCTIONS), args)
+
+    def arguments(self, facts: Facts) -> dict[str, Any]:
+        if self._accepted is None:
+            return {**facts, **self._fixed}
+        known = {key: value for key, value in facts.items() if key in self._accepted}
+        return {**known, **self._fixed}
+
+    def call(self, facts: Facts) -> Any:
+        """The raw value (a coroutine when ``is_async``)."""
+        return self._fn(**self.arguments(facts))
+
+    def parts(self, value: Any) -> dict[str, float]:
+        """The named parts of a returned value; a bare number is named ``reward``.
+
+        Raises:
+            RewardError: a part is not a finite number, or there is none.
+        """
+        named = dict(value) if isinstance(value, Mapping) else {"reward": value}
+        if not named:
+            raise RewardError(f"reward {self.name} returned an empty dict; it needs a number")
+        return {str(key): self._number(key, part) for key, part in named.items()}
+
+    def _number(self, key: Any, value: Any) -> float:
+        if not isinstance(value, numbers.Real) and not hasattr(value, "item"):
+            raise RewardError(
+                f"reward {self.name} returned {type(value).__name__} for {key!r}; it must be a "
+                "number (or a dict of numbers)"
+            )
+        number = float(value)
+        if not math.isfinite(number):
+            raise RewardError(f"reward {self.name} returned {number} for {key!r}, not a number")
+        return number
+
+
+def _accepted_names(fn: Callable[..., Any]) -> Optional[frozenset[str]]:
+    """Names of the parameters, or None when it takes any keyword."""
+    parameters = inspect.signature(fn).parameters.values()
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return None
+    return frozenset(p.name for p in parameters)
+
+
+Score = dict[str, float] | Exception
+
+
+async def score_all(
+    reward: Reward, facts: Sequence[Facts], timeout_s: float = REWARD_TIMEOUT_S
+) -> list[Score]:
+    """The parts of every answer's reward, or the exception that answer's reward failed with.
+
+    ``timeout_s`` bounds each answer. A synchronous reward runs in a thread (one for all
+    answers, and a new one after an answer that ran out of time).
+    """
+    if reward.is_async:
+        return list(await asyncio.gather(*(_score_async(reward, f, timeout_s) for f in facts)))
+    scores: list[Score] = []
+    while len(scores) < len(facts):
+        scores += await _score_until_stuck(reward, facts[len(scores) :], timeout_s)
+    return scores
+
+
+async def _score_async(reward: Reward, facts: Facts, timeout_s: float) -> Score:
+    try:
+        return reward.parts(await asyncio.wait_for(reward.call(facts), timeout_s))
+    except TimeoutError:
+        return _too_slow(reward, timeout_s)
+    except Exception as error:  # a failed answer is data for the caller
+        return error
+
+
+async def _score_until_stuck(
+    reward: Reward, facts: Sequence[Facts], timeout_s: float
+) -> list[Score]:
+    """Scores of the first answers; the last one is an error if its reward got stuck."""
+    progress = _Progress()
+    call = ThreadCall(_score_each, reward, facts, progress, name=f"reward {reward.name}")
+    try:
+        while True:
+            index, started = progress.current
+            remaining = started + timeout_s - time.monotonic()
+            if remaining <= 0:
+                call.interrupt()
+                return [*progress.scores[:index], _too_slow(reward, timeout_s)]
+            done, _ = await asyncio.wait({call.future}, timeout=remaining)
+            if done:
+                call.future.result()
+                return progress.scores
+    except asyncio.CancelledError:
+        call.interrupt()
+        raise
+
+
+class _Progress:
+    """Written by the scoring thread, read by the event loop.
+
+    ``current`` is the answer being scored and since when, replaced as one object so that
+    the reader never blames an answer for the time of its neighbour.
+    """
+
+    def __init__(self) -> None:
+        self.scores: list[Score] = []
+        self.current: tuple[int, float] = (0, time.monotonic())
+
+
+def _score_each(reward: Reward, facts: Sequence[Facts], progress: _Progress) -> None:
+    for index, answer in enumerate(facts):
+        progress.current = (index, time.monotonic())
+        try:
+            score: Score = reward.parts(reward.call(answer))
+        except Exception as error:  # a failed answer is data for the caller
+            score = error
+        progress.scores.append(score)
+
+
+def _too_slow(reward: Reward, timeout_s: float) -> RewardError:
+    return RewardError(f"reward {reward.name} did not return within {timeout_s:g} s")

@@ -1,0 +1,132 @@
+"""One question, n sampled answers, one reward each.
+
+Invariant: a group is one engine request with ``n`` samples; every answer that can be scored
+is returned, and every answer that cannot is reported as a failed run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Optional
+
+from trinity_dask.experience import PROMPT_TRUNCATED, RESPONSE_TRUNCATED, Experience
+from trinity_dask.workflows.scoring import REWARD_TIMEOUT_S, Facts, Reward, Score, score_all
+from trinity_dask.workflows.task import Task
+from trinity_dask.workflows.workflow import PartialGroupError, Workflow
+
+THINK_SYSTEM_PROMPT = (
+    "Reason step by step inside <think> </think>, then give the final result inside "
+    "<answer> </answer>, for example: <think> reasoning </think> <answer> result </answer>."
+)
+
+
+class SimpleWorkflow(Workflow):
+    """System prompt and question in, one answer out; the reward function scores it.
+
+    ``workflow_args``: ``reward_timeout_s`` (30) bounds the scoring of one answer.
+    """
+
+    can_reset = True
+    can_repeat = True
+    is_async = True
+
+    default_reward_fn: Optional[str] = None
+    default_system_prompt: Optional[str] = None
+
+    def __init__(
+        self, task: Task, model: Any, auxiliary_models: Optional[Sequence[Any]] = None
+    ) -> None:
+        super().__init__(task, model, auxiliary_models)
+        self.reset(task)
+
+    def reset(self, task: Task) -> None:
+        """Serve ``task``. Raises ValueError without a reward function, LoadError for a bad one."""
+        self.task = task
+        name = task.reward_fn or self.default_reward_fn
+        if name is None:
+            raise ValueError(
+                f"workflow {task.workflow!r} needs a reward function; set taskset.reward_fn or "
+                "explorer_input.default_reward_fn"
+            )
+        self.reward = Reward.load(name, task.reward_fn_args)
+        self.reward_timeout_s = float(task.workflow_args.get("reward_timeout_s", REWARD_TIMEOUT_S))
+
+    async def run_async(self) -> list[Experience]:
+        """The group's experiences.
+
+        Raises:
+            PartialGroupError: some answers could not be scored.
+            Exception: whatever the engine or, for all answers, the reward raised.
+        """
+        experiences = await self.sample(self.repeat_times)
+        scores = await self.score(experiences)
+        return self._label(experiences, scores)
+
+    async def sample(self, n: int) -> list[Experience]:
+        """``n`` answers to the task's prompt."""
+        if not self.task.format_args.get("apply_chat_template", True):
+            return await self.model.generate_async(self.prompt_text(), n=n)
+        return await self.model.chat_async(self.messages(), n=n)
+
+    def prompt_text(self) -> str:
+        """The plain prompt. Raises ValueError when the row has none."""
+        text = self.task.task_desc
+        if not isinstance(text, str):
+            key = self.task.format_args.get("prompt_key") or "prompt"
+            raise ValueError(
+                f"task {self.task.index}: column {key!r} has no text (the row has "
+                f"{sorted(self.task.raw_task)}); set format.prompt_key"
+            )
+        return text
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The chat that asks the question."""
+        if self.task.format_args.get("prompt_type") == "messages":
+            return list(self.task.column("messages_key", "messages") or [])
+        system = self.task.format_args.get("system_prompt") or self.default_system_prompt
+        head = [{"role": "system", "content": system}] if system else []
+        return [*head, {"role": "user", "content": self.prompt_text()}]
+
+    async def score(self, experiences: Sequence[Experience]) -> list[Score]:
+        """Reward parts, or the error, of each answer."""
+        limit = self.reward_timeout_s
+        if self.time_limit_s is not None:
+            # a stuck reward must leave the attempt the time to report the others
+            limit = min(limit, self.time_limit_s / 2)
+        return await score_all(self.reward, [self.facts(e) for e in experiences], limit)
+
+    def facts(self, experience: Experience) -> Facts:
+        """What a reward function may ask for."""
+        truncated = experience.truncate_status == RESPONSE_TRUNCATED
+        return {
+            "response": experience.response_text or "",
+            "truth": self.task.truth,
+            "prompt": experience.prompt_text or self.task.task_desc,
+            "finish_reason": "length" if truncated else "stop",
+            "tokens": experience.tokens[experience.prompt_length :],
+            "raw_task": self.task.raw_task,
+        }
+
+    def _label(self, experiences: list[Experience], scores: list[Score]) -> list[Experience]:
+        kept: list[Experience] = []
+        errors: list[BaseException] = []
+        for run, (experience, score) in enumerate(zip(experiences, scores, strict=True)):
+            experience.eid.run = self.run_id_base + run
+            if experience.truncate_status == PROMPT_TRUNCATED:
+                score = {"reward": 0.0}  # nothing was sampled; the row is masked
+            if isinstance(score, Exception):
+                errors.append(score)
+                continue
+            experience.reward = sum(score.values())
+            experience.metrics = {**score, "reward": experience.reward}
+            kept.append(experience)
+        if errors:
+            raise PartialGroupError(kept, errors)
+        return kept
+
+
+class MathWorkflow(SimpleWorkflow):
+    """Asks for reasoning and a final answer; ``math_reward`` scores it by default."""
+
+    default_reward_fn = "math_reward"
+    default_system_prompt = THINK_SYSTEM_PROMPT
