@@ -40,7 +40,12 @@ def run_once(engine: str, seed: int, root: Path) -> dict[str, Any]:
     wall_s = time.perf_counter() - start
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(command)} exited {done.returncode}:\n{done.stderr[-3000:]}")
-    return {"engine": engine, "seed": seed, "wall_s": round(wall_s, 1), **figures(engine, seed, root)}
+    return {
+        "engine": engine,
+        "seed": seed,
+        "wall_s": round(wall_s, 1),
+        **figures(engine, seed, root),
+    }
 
 
 def figures(engine: str, seed: int, root: Path) -> dict[str, float]:

@@ -74,10 +74,12 @@ def checksum(table: pa.Table) -> float:
 def measure(directory: Path, table: pa.Table, batches: int, compression: str | None) -> dict:
     store = ExperienceStore(str(directory), compression=compression)
     commit_s, scan_s = [], []
+    cpu_s = time.process_time()
     for batch in range(1, batches + 1):
         started = time.perf_counter()
         store.commit(batch, table, {})
         commit_s.append(time.perf_counter() - started)
+    cpu_s = time.process_time() - cpu_s
     manifests = store.manifests()
     for manifest in manifests:
         started = time.perf_counter()
@@ -88,6 +90,7 @@ def measure(directory: Path, table: pa.Table, batches: int, compression: str | N
         "compression": compression or "none",
         "commit_mb_s": table.nbytes / commit / 1e6,
         "commit_rows_s": table.num_rows / commit,
+        "commit_mb_per_cpu_s": batches * table.nbytes / cpu_s / 1e6,
         "scan_gb_s": table.nbytes / scan / 1e9,
         "commit_worst_s": max(commit_s),
         "file_ratio": manifests[0].n_bytes / table.nbytes,
@@ -112,11 +115,14 @@ def report(result: dict) -> None:
     size = result["batch_mb"]
     print(f"{result['rows']} rows of {TOKENS} tokens, {size:.1f} MB a batch, on {result['dir']}")
     print(f"bare write + fsync: {result['bare_write_mb_s']:.0f} MB/s")
-    print(f"{'compression':12}{'commit MB/s':>12}{'rows/s':>10}{'scan GB/s':>11}{'file/data':>11}")
+    print(
+        f"{'compression':12}{'commit MB/s':>12}{'MB/CPU s':>10}{'rows/s':>10}"
+        f"{'scan GB/s':>11}{'file/data':>11}"
+    )
     for line in result["stores"]:
         print(
-            f"{line['compression']:12}{line['commit_mb_s']:12.0f}{line['commit_rows_s']:10.0f}"
-            f"{line['scan_gb_s']:11.2f}{line['file_ratio']:11.2f}"
+            f"{line['compression']:12}{line['commit_mb_s']:12.0f}"
+            f"{line['commit_mb_per_cpu_s']:10.0f}{line['commit_rows_s']:10.0f}{line['scan_gb_s']:11.2f}{line['file_ratio']:11.2f}"
         )
 
 

@@ -87,6 +87,7 @@ choose_engine() {
     fi
 }
 
+case $accel in cpu | gpu) ;; *) fail "ACCEL must be cpu or gpu (got '$accel')" ;; esac
 python=$(find_python)
 "$venv/bin/python" -m pip --version >/dev/null 2>&1 || { rm -rf "$venv"; make_venv "$python"; }
 case $accel in
@@ -101,7 +102,6 @@ gpu)
     constraint=()
     install_project vllm
     ;;
-*) fail "ACCEL must be cpu or gpu (got '$accel')" ;;
 esac
 choose_engine
 say "ready: $("$venv/bin/python" --version), engine $(cat "$venv/engine")"

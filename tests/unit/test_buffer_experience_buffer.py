@@ -1,6 +1,7 @@
 """The experience buffer: commits, leases, waiting, closing, and resuming."""
 
 import asyncio
+import pickle
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -54,11 +55,14 @@ def test_lease_times_out_and_wakes_on_commit(tmp_path: Path) -> None:
     async def scenario() -> None:
         buffer = await opened(tmp_path)
         assert await buffer.lease(None, 0.01) is None
+        assert not buffer.has_lease(None)
         waiting = asyncio.create_task(buffer.lease(4, DEADLINE_S))
         await buffer.commit(1, rows(1, 3), {})
         await buffer.commit(2, rows(2, 3), {})
         lease = await waiting
         assert lease is not None
+        assert buffer.has_lease(2)
+        assert not buffer.has_lease(3)
         assert [(r.batch_id, r.start, r.stop) for r in lease.refs] == [(1, 0, 3), (2, 0, 1)]
 
     run(scenario())
@@ -186,6 +190,38 @@ def test_a_failed_commit_frees_its_place(tmp_path: Path) -> None:
             await buffer.commit(1, rows(1, 1), {})
         (tmp_path / "s").unlink()
         assert (await buffer.commit(1, rows(1, 1), {})).rows == 1
+
+    run(scenario())
+
+
+def test_fault_33_groups_come_back_whole_and_distinct(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        buffer = await opened(tmp_path)
+        groups = [
+            [Experience(tokens=[1, 2], eid=EID(1, task, run)) for run in range(3)]
+            for task in range(4)
+        ]
+        await buffer.commit(1, to_table([exp for group in groups for exp in group]), {})
+        store, seen = ExperienceStore(str(tmp_path)), []
+        for group in groups:
+            lease = await buffer.lease(3, DEADLINE_S)
+            assert lease is not None
+            found = from_table(store.read(lease.refs))
+            assert [e.eid for e in found] == [e.eid for e in group]
+            seen += [e.eid.uid for e in found]
+        assert len(set(seen)) == 12
+
+    run(scenario())
+
+
+def test_what_crosses_processes_can_be_pickled(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        buffer = await opened(tmp_path)
+        manifest = await buffer.commit(1, rows(1, 2), {})
+        lease = await buffer.lease(None, DEADLINE_S)
+        for value in (manifest, lease):
+            assert pickle.loads(pickle.dumps(value)) == value
+        assert pickle.loads(pickle.dumps(EndOfData(3))).left_rows == 3
 
     run(scenario())
 

@@ -48,7 +48,9 @@ class QueueLineage(RuleBasedStateMachine):
     @rule(n_rows=st.none() | st.integers(1, 7))
     def lease(self, n_rows: int | None) -> None:
         queued, batches = self.queue.queued_rows, self.queue.queued_batches
+        possible = self.queue.can_lease(n_rows)
         lease = self.queue.lease(n_rows)
+        assert (lease is not None) == possible
         if n_rows is None:
             assert (lease is None) == (batches == 0)
         else:

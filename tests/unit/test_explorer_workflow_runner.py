@@ -49,13 +49,14 @@ class Base(Workflow):
 
     def behave(self):
         CALLS.append(len(CALLS))
-        if len(CALLS) in self.task.raw_task.get("fail_calls", []):
+        self.number = len(CALLS)
+        if self.number in self.task.raw_task.get("fail_calls", []):
             raise RuntimeError("this call fails")
 
     async def run_async(self):
         self.behave()
         await asyncio.sleep(self.task.raw_task.get("sleep_s", 0.0))
-        if self.task.raw_task.get("hang") == len(CALLS):
+        if self.task.raw_task.get("hang") == self.number:
             await asyncio.Event().wait()
         (experience,) = await self.model.generate_async("hello", max_tokens=4)
         experience.metrics = {"call": float(len(CALLS))}
@@ -121,7 +122,7 @@ def run(task, n=1, base=0, mode="asynchronous", partial=True, timeout_s=60.0):
 
 def make_runner(mode="asynchronous"):
     engine = FakeEngine(EngineSpec("engine-0", "fake", ""))
-    cfg = {"max_response_tokens": 4, "max_prompt_tokens": 64}
+    cfg = {"max_response_tokens": 4, "max_prompt_tokens": 2048}
     return WorkflowRunner(lambda args: ModelWrapper(engine, TOKENIZER, cfg, args), mode)
 
 
@@ -252,30 +253,18 @@ def test_without_partial_runs_siblings_are_stopped():
 @pytest.mark.parametrize("mode", ["asynchronous", "multi-threading"])
 @pytest.mark.parametrize("workflow", ["async_one", "sync_one"])
 def test_parallel_modes_overlap(mode, workflow):
-    if workflow == "async_one" and mode == "multi-threading":
-        pytest.skip("covered by test_each_thread_has_a_loop_of_its_own")
     task = Task(workflow, raw_task={"sleep_s": 0.5})
     started = time.monotonic()
     outcome, _ = run(task, n=8, mode=mode)
-    assert outcome.status.ok
-    assert time.monotonic() - started < 8 * 0.5 / 2
-
-
-def test_each_thread_has_a_loop_of_its_own():
-    task = Task("async_one", raw_task={"sleep_s": 0.5})
-    started = time.monotonic()
-    outcome, _ = run(task, n=8, mode="multi-threading")
     assert outcome.status.ok, outcome.errors
     assert time.monotonic() - started < 8 * 0.5 / 2
 
 
 def test_fault_02_a_run_that_never_returns_is_given_up_and_its_siblings_are_kept():
     task = Task("async_one", raw_task={"hang": 8})
-    outcome, found = run(task, n=8, timeout_s=2.0)
-    assert outcome.status.completed_runs + len(outcome.errors) == 8
-    assert outcome.status.completed_runs >= 1
-    assert len(found) == outcome.status.completed_runs
-    assert {e.type for e in outcome.errors} == {"TimeoutError"}
+    outcome, found = run(task, n=8, timeout_s=5.0)
+    assert outcome.status.completed_runs == len(found) == 7
+    assert [e.type for e in outcome.errors] == ["TimeoutError"]
 
 
 def test_instances_are_reused_only_when_they_can_be_reset():

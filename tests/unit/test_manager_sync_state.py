@@ -130,4 +130,3 @@ def test_versions_never_fall() -> None:
     state.transfer_ended(5)
     with pytest.raises(AssertionError, match="from version 5 to 4"):
         state.transfer_ended(4)
-

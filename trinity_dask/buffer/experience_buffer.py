@@ -189,10 +189,8 @@ class ExperienceBuffer:
         return self._with_refs(taken[0]) if taken else None
 
     def has_lease(self, n_rows: int | None) -> bool:
-        """Whether :meth:`lease` of ``n_rows`` would return at once with rows."""
-        if n_rows is None:
-            return self._queue.queued_batches > 0
-        return self._queue.queued_rows >= n_rows
+        """Whether :meth:`lease` would return rows at once (for callers on the same loop)."""
+        return self._queue.can_lease(n_rows)
 
     def _exhausted(self, n_rows: int | None) -> bool:
         # leased rows may come back by a release, so they still count as available

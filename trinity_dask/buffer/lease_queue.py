@@ -113,6 +113,10 @@ class LeaseQueue:
             return None
         return self._lease_rows(n_rows)
 
+    def can_lease(self, n_rows: int | None) -> bool:
+        """Whether :meth:`lease` would give something now; changes nothing."""
+        return self.queued_batches > 0 if n_rows is None else self.queued_rows >= n_rows
+
     def ack(self, lease_id: int) -> None:
         """The lease's rows are consumed. Raises ``KeyError`` for an unknown or settled lease."""
         lease = self._pop(lease_id)

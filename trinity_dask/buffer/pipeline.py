@@ -44,7 +44,7 @@ class ExperiencePipeline:
         An operator's metrics carry its name, so two operators never overwrite each other.
         """
         started = time.perf_counter()
-        table = pa.concat_tables(tables).combine_chunks() if tables else SCHEMA.empty_table()
+        table = pa.concat_tables(tables) if tables else SCHEMA.empty_table()
         result, metrics = self._run(table) if self._steps else (table, {})
         metrics[f"{PREFIX}/experience_count"] = float(result.num_rows)
         metrics[f"time/{PREFIX}"] = time.perf_counter() - started

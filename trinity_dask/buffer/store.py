@@ -115,7 +115,7 @@ class ExperienceStore:
         if existing is not None:
             return existing
         data = serialise(table.select(SCHEMA.names).cast(SCHEMA), self.compression)
-        meta = _json_meta(meta)
+        meta, order = _json_meta(meta), self._take_order()
         path = f"{DATA}/{batch_key(batch_id)}-{uuid.uuid4().hex}.arrow"
         sha256 = self._stage(batch_id, path, data)
         manifest = Manifest(
@@ -126,7 +126,7 @@ class ExperienceStore:
             sha256=sha256,
             meta=meta,
             created=time.time(),
-            order=self._take_order(),
+            order=order,
         )
         return self._settle(manifest)
 

@@ -70,8 +70,8 @@ def check_tree(tree: DictConfig) -> None:
 def to_config(tree: DictConfig) -> Config:
     """The typed configuration of a composed tree, interpolations resolved, nothing derived."""
     check_tree(tree)
-    _raise_if_missing(tree)
     try:
+        _raise_if_missing(tree)
         typed = OmegaConf.merge(OmegaConf.structured(Config), tree)
         root = OmegaConf.select(typed, "checkpoint_root_dir")
         # before interpolations that contain it are resolved, so that they become absolute too

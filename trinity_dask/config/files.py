@@ -46,7 +46,8 @@ def from_yaml(path: str | os.PathLike[str]) -> Config:
     except FileNotFoundError as error:
         raise ConfigError(f"no configuration file {os.fspath(path)!r}") from error
     except (OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ConfigError(f"{os.fspath(path)} is not a YAML configuration: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{os.fspath(path)} is not a YAML configuration: {reason}") from error
     if not isinstance(tree, DictConfig):
         raise ConfigError(f"{os.fspath(path)} holds a list; a configuration is a mapping")
     return to_config(cast(DictConfig, tree))

@@ -39,7 +39,7 @@ class Range:
 
     def __str__(self) -> str:
         parts = [
-            f"{sign} {bound:g}"
+            f"{sign} {bound:.12g}"
             for sign, bound in (
                 (">=", self.low),
                 (">", self.above),
@@ -134,6 +134,7 @@ CHOICES: dict[tuple[type, str], tuple[str, ...]] = {
     (s.OptimizerConfig, "lr_scheduler_type"): ("constant", "linear", "cosine"),
     (s.RolloutCorrectionConfig, "mode"): ("none", "token_tis"),
     (s.AlgorithmConfig, "algorithm_type"): ("grpo", "sft"),
+    (s.AlgorithmConfig, "sample_strategy"): ("default",),
     (s.AlgorithmConfig, "loss_agg_mode"): (
         "token-mean",
         "seq-mean-token-mean",

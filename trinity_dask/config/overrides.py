@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 
 from trinity_dask.config.errors import ConfigError, raise_if
 from trinity_dask.config.explain import cannot_read
-from trinity_dask.config.keys import DERIVED
+from trinity_dask.config.keys import DERIVED, kind_at
 from trinity_dask.config.nearest import hint
 from trinity_dask.config.paths import groups
 from trinity_dask.config.schema import Config
@@ -94,6 +94,8 @@ def _choices(override: Override) -> list[str]:
 def all_groups(config_dir: Optional[str] = None) -> dict[str, list[str]]:
     """The groups of the presets and of a directory of the user's, with their options."""
     known = dict(groups())
+    if config_dir is not None and not Path(config_dir).is_dir():
+        raise ConfigError(f"--config-dir={config_dir}: there is no such directory")
     for path in sorted(Path(config_dir).iterdir()) if config_dir else []:
         if path.is_dir():
             options = sorted(item.stem for item in path.glob("*.yaml"))
@@ -112,9 +114,18 @@ def _problems(override: Override, known: dict[str, list[str]]) -> Iterator[str]:
     elif name in DERIVED:
         yield f"{name} is derived: set checkpoint_root_dir, project, group and name instead"
     else:
-        problem = check_key(name)
+        problem = check_key(name) or _removal_problem(override)
         if problem is not None:
             yield problem
+
+
+def _removal_problem(override: Override) -> Optional[str]:
+    """Only what a preset added (in a stage or an open section) can be taken away again."""
+    key = override.key_or_group
+    kind = kind_at(key)
+    if not override.is_delete() or kind is None or kind.is_open:
+        return None
+    return f"~{key}: a key cannot be removed; set it to another value, as {key}=..."
 
 
 def _names_option(override: Override, name: str) -> bool:

@@ -90,6 +90,8 @@ def write_model(spec: SortDigitsSpec, path: Path) -> None:
     import torch
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
+    from trinity_dask.models.weight_transfer import named_weights, write_safetensors
+
     tokenizer = byte_tokenizer()
     eos = tokenizer.convert_tokens_to_ids(EOS_TOKEN)
     pad = tokenizer.convert_tokens_to_ids(PAD_TOKEN)
@@ -104,6 +106,7 @@ def write_model(spec: SortDigitsSpec, path: Path) -> None:
         tie_word_embeddings=True,
         initializer_range=0.02,
         dtype="float32",
+        architectures=["Qwen2ForCausalLM"],
         bos_token_id=None,
         eos_token_id=eos,
         pad_token_id=pad,
@@ -111,8 +114,9 @@ def write_model(spec: SortDigitsSpec, path: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
         model = Qwen2ForCausalLM(config)
-    model.generation_config = GenerationConfig(eos_token_id=eos, pad_token_id=pad)
-    model.save_pretrained(path)
+    write_safetensors(str(path / "model.safetensors"), named_weights(model))
+    config.save_pretrained(path)
+    GenerationConfig(eos_token_id=eos, pad_token_id=pad).save_pretrained(path)
     tokenizer.save_pretrained(path)
 
 

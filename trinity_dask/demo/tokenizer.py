@@ -34,14 +34,13 @@ def byte_tokenizer() -> Any:
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate([*alphabet, *SPECIAL_TOKENS])}
+    tokens: dict[str, Any] = {"unk_token": None, "bos_token": None, "eos_token": EOS_TOKEN}
     tokenizer = Qwen2Tokenizer(
         vocab=vocab,
         merges=[],
-        unk_token=None,
-        bos_token=None,
-        eos_token=EOS_TOKEN,
         pad_token=PAD_TOKEN,
         additional_special_tokens=[BOT_TOKEN],
+        **tokens,
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer

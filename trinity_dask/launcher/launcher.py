@@ -17,6 +17,7 @@ from trinity_dask.launcher.job_lock import JobLock
 from trinity_dask.launcher.stage import StageRunner
 from trinity_dask.launcher.status import FINAL_STATES, StatusBoard
 from trinity_dask.manager.state_manager import StateManager
+from trinity_dask.monitor.curves import write_curves
 from trinity_dask.workflows.loading import load_callable
 
 log = logging.getLogger("trinity_dask.launcher")
@@ -67,25 +68,39 @@ class Launcher:
         assert self._board is not None
         try:
             async with JobLock(self.base_dir):
-                await self._run_stages()
+                message = await self._run_stages()
+                await self._draw_curves()
             final = "interrupted" if self._stop_reason else "done"
-            await self._board.update(state=final, message=self._stop_reason or "")
+            await self._board.update(state=final, message=self._stop_reason or message)
         except BaseException as error:
             log.error("the run failed:\n%s", traceback.format_exc())
             await self._board.update(state="failed", message=describe(error))
             if not isinstance(error, Exception):
                 raise
 
-    async def _run_stages(self) -> None:
+    async def _run_stages(self) -> str:
+        """Run what is left of the job; returns what to tell its user at the end."""
         first = self._first_stage()
         if first >= len(self.stages):
-            log.info("all %d stage(s) of %s are finished", len(self.stages), self.base_dir)
+            return (
+                f"{self.base_dir} is finished already; give another name, or "
+                f"continue_from_checkpoint=false, to run it again"
+            )
         for index in range(first, len(self.stages)):
             if self._stop_reason:
-                return
+                break
             await self._run_stage(index)
             if not self._stop_reason:
                 self.state.save_stage(index, finished=True)
+        return ""
+
+    async def _draw_curves(self) -> None:
+        if not self.stages[0].monitor.curves:
+            return
+        try:
+            await asyncio.to_thread(write_curves, self.base_dir)
+        except Exception:  # a picture must not fail a run
+            log.exception("the curves could not be drawn")
 
     def _first_stage(self) -> int:
         if not self.stages[0].continue_from_checkpoint:
@@ -98,7 +113,9 @@ class Launcher:
         stage = self.stages[index]
         self.state.save_stage(index)
         await self._board.update(
-            state="running", stage=stage.stage_name or stage.name, stage_index=index,
+            state="running",
+            stage=stage.stage_name or stage.name,
+            stage_index=index,
             mode=stage.mode,
         )
         await self._prepare_data(stage)

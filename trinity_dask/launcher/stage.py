@@ -158,6 +158,7 @@ class StageRunner:
         log.info("first weights: version %d, %s", self.trainer.step, metrics)
 
     async def _build_explorer(self, stack: AsyncExitStack) -> None:
+        assert self.buffer is not None
         slots = self._rollout_slots()
         self.coordinator = RolloutCoordinator(self.cfg, self.buffer, run_id=self.run_id)
         stack.push_async_callback(_bounded, self.coordinator.shutdown, "coordinator")

@@ -7,6 +7,7 @@ seen never misses the last change and never polls in a loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import Any
 
@@ -42,10 +43,8 @@ class StatusBoard:
     async def wait(self, seen: int, timeout_s: float) -> dict[str, Any]:
         """The status as soon as its version exceeds ``seen``, or after ``timeout_s``."""
         async with self._condition:
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(
                     self._condition.wait_for(lambda: self._version > seen), timeout_s
                 )
-            except asyncio.TimeoutError:
-                pass
         return self.values

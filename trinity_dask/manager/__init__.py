@@ -1,4 +1,4 @@
-"""What keeps explorer and trainer in step: synchronizer, weight group, engine pool, accounts, state files."""
+"""What keeps explorer and trainer in step: synchronizer, engine pool, accounts, state files."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ class EnginePool:
         async with self._changed:
             try:
                 await asyncio.wait_for(self._changed.wait_for(settled), timeout_s)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 raise TimeoutError(
                     f"engines were not back within {timeout_s:.0f} s: {self._missing()}"
                 ) from None
@@ -194,7 +194,7 @@ class EnginePool:
             self._failure = EngineFailed(f"engine {engine.spec.slot} is lost: {error}")
             self._failure.__cause__ = error
         finally:
-            self._rebuilds.discard(asyncio.current_task())  # type: ignore[arg-type]
+            self._rebuilds.discard(asyncio.current_task())
             await self._notify()
 
     async def _rebuild_once(self, engine: _Engine) -> None:

@@ -43,7 +43,9 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except json.JSONDecodeError as error:
-        raise ValueError(f"state file {path} is not JSON ({error}); remove it to start over") from error
+        raise ValueError(
+            f"state file {path} is not JSON ({error}); remove it to start over"
+        ) from error
     if not isinstance(value, dict):
         raise ValueError(f"state file {path} holds a {type(value).__name__}, not an object")
     return value

@@ -203,7 +203,7 @@ class Synchronizer:
                     condition.wait_for(woken),
                     self.cfg.sync_timeout_s,
                 )
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 raise TimeoutError(
                     f"{what}: not within synchronizer.sync_timeout_s = "
                     f"{self.cfg.sync_timeout_s:g} s ({self._where()})"

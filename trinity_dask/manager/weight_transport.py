@@ -198,9 +198,7 @@ class WeightTransport:
         self, slots: list[str], trainer_method: str, sent: Any, received: Any
     ) -> dict[str, WeightReceipt]:
         calls = [self._call(self._trainer(), trainer_method, sent)]
-        calls += [
-            self._call(self.pool.handle(slot), "update_weights", received) for slot in slots
-        ]
+        calls += [self._call(self.pool.handle(slot), "update_weights", received) for slot in slots]
         receipts = await _all_or_first_error(calls)
         return dict(zip(["trainer", *slots], receipts, strict=True))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import logging
 import os
 import socket
 import threading
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from trinity_dask.cluster.context import current_worker
+from trinity_dask.models.errors import EngineDead
 from trinity_dask.models.protocol import (
     Completion,
     EngineSpec,
@@ -30,6 +32,9 @@ from trinity_dask.models.protocol import (
 
 ENGINE_TYPES = ("vllm", "torch", "fake")
 CLOSE_TIMEOUT_S = 15.0
+EXIT_ENGINE_DEAD = 70
+
+log = logging.getLogger("trinity_dask.engines")
 
 _actors: dict[str, EngineActor] = {}  # by worker address; "" outside of a worker
 _actors_lock = threading.Lock()
@@ -78,6 +83,20 @@ def local_engine() -> EngineActor:
 def _worker_address() -> str:
     worker = current_worker()
     return "" if worker is None else worker.address
+
+
+def _end_worker(error: EngineDead) -> None:
+    """End this Dask worker's process, so that an engine death is healed like a worker death.
+
+    Nanny and supervisor then rebuild worker, actor and engine; the tasks run elsewhere or
+    again. Outside of a worker that a nanny watches, the error alone has to do.
+    """
+    worker = current_worker()
+    if worker is None or worker.nanny is None:
+        return
+    log.critical("%s; ending worker %s so that it is rebuilt", error, worker.address)
+    logging.shutdown()
+    os._exit(EXIT_ENGINE_DEAD)
 
 
 class EngineActor:
@@ -159,6 +178,9 @@ class EngineActor:
         try:
             async with asyncio.timeout(self._request_timeout_s):
                 return await self._ready.generate(prompt_token_ids, sampling, request_id)
+        except EngineDead as error:
+            _end_worker(error)
+            raise
         except TimeoutError:
             raise TimeoutError(
                 f"engine {self.spec.slot} did not answer request {request_id} within "
@@ -166,7 +188,11 @@ class EngineActor:
             ) from None
 
     async def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> np.ndarray:
-        return await self._ready.logprobs(token_ids, temperature)
+        try:
+            return await self._ready.logprobs(token_ids, temperature)
+        except EngineDead as error:
+            _end_worker(error)
+            raise
 
     async def init_weight_group(self, spec: WeightGroupSpec) -> None:
         await self._ready.init_weight_group(spec)
@@ -175,7 +201,11 @@ class EngineActor:
         await self._ready.teardown_weight_group()
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        return await self._ready.update_weights(update)
+        try:
+            return await self._ready.update_weights(update)
+        except EngineDead as error:
+            _end_worker(error)
+            raise
 
     async def stats(self) -> dict[str, float]:
         return await self._ready.stats()

@@ -26,7 +26,7 @@ class EngineCloser(WorkerPlugin):
     def __init__(self, actor: EngineActor) -> None:
         self.actor = actor
 
-    async def teardown(self, worker: Worker) -> None:  # type: ignore[override]
+    async def teardown(self, worker: Worker) -> None:
         try:
             await asyncio.wait_for(self.actor.close(), CLOSE_TIMEOUT_S)
         except Exception as error:

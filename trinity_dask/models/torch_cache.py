@@ -33,7 +33,8 @@ class ReservedLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None and self.values is not None
+        assert self.keys is not None
+        assert self.values is not None
         end = self.length + key_states.shape[2]
         self.keys[:, :, self.length : end] = key_states
         self.values[:, :, self.length : end] = value_states
@@ -42,7 +43,8 @@ class ReservedLayer(CacheLayerMixin):
 
     def select(self, index: torch.Tensor) -> None:
         """Keep, repeat or drop rows: row ``i`` becomes the old row ``index[i]``."""
-        assert self.keys is not None and self.values is not None
+        assert self.keys is not None
+        assert self.values is not None
         self.keys = self._gathered(self.keys, index)
         self.values = self._gathered(self.values, index)
 
@@ -67,8 +69,9 @@ class ReservedCache(Cache):
     """One :class:`ReservedLayer` per decoder layer, ``capacity`` tokens per row."""
 
     def __init__(self, n_layers: int, capacity: int) -> None:
-        super().__init__(layers=[ReservedLayer(capacity) for _ in range(n_layers)])
+        self.reserved = [ReservedLayer(capacity) for _ in range(n_layers)]
+        super().__init__(layers=list(self.reserved))
 
     def select(self, index: torch.Tensor) -> None:
-        for layer in self.layers:
+        for layer in self.reserved:
             layer.select(index)

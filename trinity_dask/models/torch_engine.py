@@ -157,7 +157,8 @@ def load_model(path: str, dtype: str, device: str, trust_remote_code: bool = Fal
             f"the torch engine handles full attention only; {path!r} has layers of type "
             f"{sorted(layer_types)}; use explorer.rollout_model.engine_type=vllm"
         )
-    return model.to(device).eval().requires_grad_(False)
+    model.to(torch.device(device))  # type: ignore[arg-type]
+    return model.eval().requires_grad_(False)
 
 
 def eos_token_ids(model: Any) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,7 +47,7 @@ class BatchSampler:
 
     def __init__(self, model: torch.nn.Module, eos_ids: Sequence[int], seed: int) -> None:
         self.model = model
-        self.config = model.config
+        self.config: Any = model.config
         self.device = next(model.parameters()).device
         self.eos_ids = tuple(eos_ids)
         self.generator = torch.Generator(self.device).manual_seed(seed)
@@ -59,9 +60,7 @@ class BatchSampler:
         The answers of a request that was cancelled meanwhile are cut short and meaningless.
         """
         batch = _Batch(requests, self.eos_ids, self.config.vocab_size, self.device)
-        cache = ReservedCache(
-            self.config.num_hidden_layers, batch.prompt_width + batch.max_tokens
-        )
+        cache = ReservedCache(self.config.num_hidden_layers, batch.prompt_width + batch.max_tokens)
         logits = self._forward(batch.prompt_ids, batch.prompt_positions, batch.prompt_mask, cache)
         rows = batch.prompt_of_row
         cache.select(rows)

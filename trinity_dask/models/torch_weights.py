@@ -43,9 +43,7 @@ def incoming(
     )
 
 
-def load_update(
-    model: Any, update: WeightUpdate, group: WeightGroup | None
-) -> WeightReceipt:
+def load_update(model: Any, update: WeightUpdate, group: WeightGroup | None) -> WeightReceipt:
     """Receive ``update`` and copy it into ``model`` in place.
 
     Raises:
@@ -55,9 +53,7 @@ def load_update(
     digest = Digest()
     staged = dict(incoming(update, group, digest))
     assign(model, staged)
-    return WeightReceipt(
-        update.version, digest.value, digest.n_bytes, time.perf_counter() - start
-    )
+    return WeightReceipt(update.version, digest.value, digest.n_bytes, time.perf_counter() - start)
 
 
 @torch.no_grad()
@@ -74,8 +70,7 @@ def assign(model: Any, tensors: dict[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
         if known[name].shape != tensor.shape:
             raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}; the model's is "
-                f"{tuple(known[name].shape)}"
+                f"{name} has shape {tuple(tensor.shape)}; the model's is {tuple(known[name].shape)}"
             )
     for name, tensor in tensors.items():
         known[name].copy_(tensor)

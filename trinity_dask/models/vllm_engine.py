@@ -19,8 +19,8 @@ import numpy as np
 from trinity_dask.models.checks import (
     check_model_dir,
     check_vllm_cpu_head_size,
-    read_model_config,
 )
+from trinity_dask.models.errors import EngineDead
 from trinity_dask.models.loop_thread import LoopThread
 from trinity_dask.models.protocol import (
     FINISH_LENGTH,
@@ -104,7 +104,7 @@ class VLLMEngine:
         cfg, model = self.spec.config, self.spec.model
         args: dict[str, Any] = {
             "model": self.spec.model_path,
-            "dtype": cfg.get("dtype") or model.get("dtype") or "auto",
+            "dtype": cfg.get("dtype") or model.get("dtype") or "float32",
             "seed": cfg.get("seed", 0),
             "trust_remote_code": model.get("trust_remote_code", False),
             "tensor_parallel_size": self._world_size,
@@ -180,7 +180,7 @@ class VLLMEngine:
 
     async def _last_output(self, prompt: list[int], params: Any, request_id: str) -> Any:
         """The only output of a request; leaving early aborts it."""
-        inputs = {"prompt_token_ids": list(prompt)}
+        inputs = {"type": "token", "prompt_token_ids": list(prompt)}
         async for output in self._llm.generate(inputs, params, request_id):
             last = output
         return last
@@ -189,7 +189,14 @@ class VLLMEngine:
         if self._thread is None:
             coroutine.close()
             raise RuntimeError(f"engine {self.spec.slot} is closed")
-        return await self._thread.run(coroutine)
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            return await self._thread.run(coroutine)
+        except EngineDeadError as error:
+            raise EngineDead(
+                f"engine {self.spec.slot}: vLLM's engine process died; its log says why"
+            ) from error
 
     @property
     def _final_only(self) -> Any:

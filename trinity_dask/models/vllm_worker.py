@@ -130,9 +130,7 @@ class WeightWorker:
 
 
 @torch.no_grad()
-def load_weights(
-    model: Any, model_config: Any, named: Iterable[tuple[str, torch.Tensor]]
-) -> None:
+def load_weights(model: Any, model_config: Any, named: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Load Hugging Face names into a vLLM model; fused modules are fused by the model."""
     from vllm.model_executor.model_loader.reload import (
         finalize_layerwise_reload,
@@ -157,6 +155,6 @@ def repack_cpu_linears(model: Any) -> None:
     for module in model.modules():
         weight = getattr(module, "weight", None)
         method = getattr(module, "quant_method", None)
-        if hasattr(module, "cpu_linear") and method is not None and weight is not None:
-            if weight.numel():
-                method.process_weights_after_loading(module)
+        owns_weight = weight is not None and weight.numel() > 0
+        if hasattr(module, "cpu_linear") and method is not None and owns_weight:
+            method.process_weights_after_loading(module)

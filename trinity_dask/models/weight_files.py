@@ -49,9 +49,7 @@ def write_safetensors(
     return digest
 
 
-def read_safetensors(
-    path: str, digest: Digest | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
+def read_safetensors(path: str, digest: Digest | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors of the file (or of every ``*.safetensors`` in the directory) at ``path``.
 
     Opens the path anew at each call, so an overwritten file is seen. Every tensor is added

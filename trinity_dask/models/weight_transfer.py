@@ -168,14 +168,18 @@ def _backend(spec: WeightGroupSpec, store: Any, rank: int, timeout: timedelta) -
     import torch.distributed as dist
 
     if spec.backend == "gloo":
-        options = dist.ProcessGroupGloo._Options()
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
         options._timeout = timeout
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(spec.host))]
-        return dist.ProcessGroupGloo(store, rank, spec.world_size, options)
+        options._devices = [gloo.create_device(hostname=_own_address(spec.host))]
+        return gloo(store, rank, spec.world_size, options)
     if spec.backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
+        nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
+        if nccl is None:
+            raise ValueError("this torch has no NCCL; use backend gloo")
+        options = nccl.Options()
         options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, spec.world_size, options)
+        return nccl(store, rank, spec.world_size, options)
     raise ValueError(f"weight group backend must be gloo or nccl (got {spec.backend!r})")
 
 

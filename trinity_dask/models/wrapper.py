@@ -13,7 +13,7 @@ import itertools
 import logging
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
 import numpy as np
 
@@ -24,13 +24,13 @@ from trinity_dask.models.protocol import (
     InferenceEngine,
     SamplingParams,
 )
-from trinity_dask.models.tokenizer import load_tokenizer
+from trinity_dask.models.tokenizer import decode_all, load_tokenizer
 
 __all__ = ["ModelWrapper", "Prompts", "load_tokenizer"]
 
 log = logging.getLogger("trinity_dask.models")
 
-Prompts = Union[str, list[int], list[str]]
+Prompts = str | list[int] | list[str]
 TRUNCATED_TEXT = "[the prompt was longer than model.max_prompt_tokens; nothing was sampled]"
 _SAMPLING_NAMES = frozenset(SamplingParams.__dataclass_fields__)
 _ids = itertools.count()
@@ -193,9 +193,7 @@ class ModelWrapper:
         extra: dict[str, Any],
     ) -> list[Experience]:
         head = np.asarray(prompt, dtype=np.int32)
-        texts = self.tokenizer.batch_decode(
-            [completion.token_ids for completion in completions], skip_special_tokens=True
-        )
+        texts = decode_all(self.tokenizer, [c.token_ids.tolist() for c in completions])
         return [
             Experience(
                 tokens=np.concatenate([head, completion.token_ids]),

@@ -7,29 +7,13 @@ and killed runs alike.
 from __future__ import annotations
 
 import html
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from trinity_dask.buffer.store import ExperienceStore, RowRef
 from trinity_dask.config import Config
-from trinity_dask.monitor.history import load_metrics
 
 if TYPE_CHECKING:
     import pandas as pd
-
-
-def load_run_metrics(stages: list[Config]) -> pd.DataFrame:
-    """Metrics of every stage that has begun, with a ``stage`` column in front."""
-    import pandas as pd
-
-    frames = []
-    for stage in stages:
-        if not (Path(str(stage.job_dir)) / "monitor").exists():
-            continue
-        frame = load_metrics(str(stage.job_dir))
-        frame.insert(0, "stage", stage.stage_name or stage.name)
-        frames.append(frame)
-    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
 
 def load_samples(stages: list[Config], step: int, stage: Optional[str] = None) -> pd.DataFrame:

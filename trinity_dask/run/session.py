@@ -136,9 +136,9 @@ class Run:
     @property
     def metrics(self) -> pd.DataFrame:
         """All metrics of all stages so far: one row per (stage, role, step)."""
-        from trinity_dask.run.results import load_run_metrics
+        from trinity_dask.monitor.history import load_metrics
 
-        return load_run_metrics(self.stages)
+        return load_metrics(self.base_dir)
 
     def samples(self, step: int, stage: Optional[str] = None) -> pd.DataFrame:
         """The experiences committed at explorer step ``step``, one row each."""

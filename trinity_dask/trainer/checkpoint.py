@@ -34,7 +34,7 @@ WEIGHTS = "actor/model.safetensors"
 OPTIMIZER = "actor/optimizer.safetensors"
 HF_EXPORT = "huggingface"
 # a hash of every file would read a large model twice; its size and the fsync must do
-HASHED_BYTES = 1 << 20
+HASHED_BYTES = 1 << 16
 
 # an older checkpoint of the same step waits under this name while the new one moves in
 _RETIRED = ".retired"
@@ -172,12 +172,17 @@ def _move_in(partial: Path, target: Path, reached: Hook) -> None:
 def prune(job_dir: str | Path, keep: int) -> None:
     """Remove left-overs of killed saves, and complete checkpoints beyond the newest ``keep``."""
     for path in Path(job_dir).iterdir():
-        if _PARTIAL.match(path.name):
+        if _PARTIAL.match(path.name) or _is_replaced(path):
             shutil.rmtree(path, ignore_errors=True)
     for path in complete_checkpoints(job_dir)[:-keep] if keep > 0 else []:
         # without its marker a half-removed directory cannot be taken for a checkpoint
         (path / MARKER).unlink()
         shutil.rmtree(path)
+
+
+def _is_replaced(path: Path) -> bool:
+    """A retired checkpoint whose successor is complete."""
+    return path.name.endswith(_RETIRED) and is_complete(path.with_suffix(""))
 
 
 def _write_marker(directory: Path, step: int) -> None:

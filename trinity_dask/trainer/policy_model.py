@@ -6,11 +6,15 @@ is deterministic, so the ratio to the same weights is exactly 1.
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any, Optional
 
 import torch
 
+# from_pretrained swaps global default devices and initialisers: two loads at once in one
+# process leave tensors without data
+_LOADING = threading.Lock()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -37,12 +41,13 @@ def load_policy(
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # it would end up in a worker's log
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        str(model_path),
-        dtype=torch.float32,
-        attn_implementation="sdpa",
-        trust_remote_code=trust_remote_code,
-    )
+    with _LOADING:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            str(model_path),
+            dtype=torch.float32,
+            attn_implementation="sdpa",
+            trust_remote_code=trust_remote_code,
+        )
     model.to(device)
     without_dropout(model)
     model.eval()

@@ -1,0 +1,168 @@
+"""Write the reference part of ``docs/configuration.md`` from the dataclasses.
+
+Invariant: what stands above the marker is written by hand and kept; what stands below is
+made from ``trinity_dask/config/schema.py`` alone, so the page cannot say what the code does
+not. ``--check`` writes nothing and exits 1 when the page is not current.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import io
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trinity_dask.config import schema
+from trinity_dask.config.keys import DERIVED, STAGE_KEYS, Kind, fields_of
+from trinity_dask.config.limits import CHOICES, RANGES
+from trinity_dask.config.paths import groups
+
+PAGE = Path(__file__).with_name("configuration.md")
+MARKER = "<!-- Below this line: written by docs/make_configuration.py; do not edit. -->"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="exit 1 if the page is not current")
+    check = parser.parse_args().check
+    old = PAGE.read_text(encoding="utf-8")
+    new = page(old)
+    if check:
+        return int(old != new)
+    PAGE.write_text(new, encoding="utf-8")
+    return 0
+
+
+def page(old: str) -> str:
+    """The page with its hand-written part kept and its reference made anew."""
+    if MARKER not in old:
+        raise ValueError(f"{PAGE} has lost its marker line: {MARKER}")
+    return old.partition(MARKER)[0] + MARKER + "\n\n" + reference()
+
+
+def reference() -> str:
+    parts = [_presets(), *(_section(item, paths) for item, paths in sections().items())]
+    return "\n\n".join(parts) + "\n"
+
+
+def _presets() -> str:
+    rows = [f"| `{name}` | {', '.join(options)} |" for name, options in groups().items()]
+    return "\n".join(["## Presets", "", "| group | options |", "|---|---|", *rows])
+
+
+def sections() -> dict[type, list[str]]:
+    """Each section type with all the places where it occurs, outermost first."""
+    found: dict[type, list[str]] = {}
+
+    def visit(section: type, path: str) -> None:
+        found.setdefault(section, []).append(path)
+        for name, kind in fields_of(section).items():
+            below = kind.section or kind.item
+            if below is not None:
+                inner = f"{path}.{name}".lstrip(".") + (".<i>" if kind.item else "")
+                visit(below, inner)
+
+    visit(schema.Config, "")
+    return found
+
+
+def _section(section: type, paths: list[str]) -> str:
+    title = ", ".join(f"`{path}`" for path in paths) if paths != [""] else "Top level"
+    lines = [f"## {title}", ""]
+    described = _docstring(section)
+    if described:
+        lines += [described, ""]
+    lines += ["| key | type | default | allowed | meaning |", "|---|---|---|---|---|"]
+    return "\n".join(lines + list(_rows(section)))
+
+
+def _docstring(section: type) -> str:
+    """The class's own words; dataclasses invent a docstring that only repeats the fields."""
+    text = inspect.cleandoc(section.__doc__ or "")
+    return "" if text.startswith(f"{section.__name__}(") else " ".join(text.split())
+
+
+def _rows(section: type) -> Iterator[str]:
+    notes = comments(section)
+    default = section()
+    for name, kind in fields_of(section).items():
+        cells = (
+            f"`{name}`",
+            _type(kind),
+            _default(getattr(default, name), kind),
+            _allowed(section, name),
+            _meaning(section, name, notes.get(name, "")),
+        )
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _type(kind: Kind) -> str:
+    if kind.section is not None:
+        return "section"
+    if kind.item is not None:
+        return "list of sections"
+    text = str(kind.annotation).removeprefix("typing.").replace("typing.", "")
+    if isinstance(kind.annotation, type) and not hasattr(kind.annotation, "__origin__"):
+        text = kind.annotation.__name__
+    if text.startswith("Optional["):
+        return f"{text[len('Optional[') : -1]} or null"
+    return text
+
+
+def _default(value: Any, kind: Kind) -> str:
+    if kind.section is not None:
+        return "see there"
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, str):
+        return f"`{value}`" if value else "empty"
+    return f"`{value}`"
+
+
+def _allowed(section: type, name: str) -> str:
+    if (section, name) in CHOICES:
+        return ", ".join(f"`{choice}`" for choice in CHOICES[section, name])
+    return str(RANGES.get((section, name), ""))
+
+
+def _meaning(section: type, name: str, note: str) -> str:
+    if section is schema.Config and name in DERIVED:
+        return f"derived; not to be set. {note}".strip()
+    if section is schema.Config and name == "stages":
+        return f"one entry per stage, each with: {', '.join(f'`{key}`' for key in STAGE_KEYS)}"
+    choices = CHOICES.get((section, name), ())
+    return "" if note == " | ".join(choices) else note
+
+
+def comments(section: type) -> dict[str, str]:
+    """Field -> the comment above it and behind it, as one text."""
+    source = inspect.getsource(section)
+    by_line = {
+        token.start[0]: token.string.lstrip("# ").strip()
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
+    lines = source.splitlines()
+    (tree,) = ast.parse(source).body
+    assert isinstance(tree, ast.ClassDef)
+    found = {}
+    for node in tree.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            above = node.lineno - 1
+            while above in by_line and lines[above - 1].lstrip().startswith("#"):
+                above -= 1
+            numbers = range(above + 1, (node.end_lineno or node.lineno) + 1)
+            words = [by_line[number] for number in numbers if number in by_line]
+            found[node.target.id] = " ".join(words)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""Start small jobs as a user does, in a process group of their own, and read what they left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from trinity_dask.buffer.store import ExperienceStore
+from trinity_dask.manager.accounts import BatchAccounts
+from trinity_dask.trainer.checkpoint import latest_complete, read_state
+
+END_S = 20.0  # a killed driver's processes are gone by then
+
+
+@dataclass
+class Job:
+    """One run of the command line; every process it starts carries ``tag``."""
+
+    process: subprocess.Popen[str]
+    tag: str
+
+    def processes(self) -> list[psutil.Process]:
+        """Living processes of this job (the driver included)."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                alive = process.status() != psutil.STATUS_ZOMBIE
+                if alive and process.environ().get("TRINITY_TEST_TAG") == self.tag:
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return found
+
+    def wait_gone(self, timeout_s: float = END_S) -> list[psutil.Process]:
+        """Those that are still alive after ``timeout_s``."""
+        _, alive = psutil.wait_procs(self.processes(), timeout=timeout_s)
+        return [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+
+    def kill_all(self) -> None:
+        for process in self.processes():
+            process.kill()
+
+
+def start(root: Path, tag: str, *overrides: str) -> Job:
+    """``python -m trinity_dask run`` of the miniature job under ``root``."""
+    command = [
+        sys.executable, "-m", "trinity_dask", "run", "+experiment=sort_digits_tiny",
+        "engine=torch", f"checkpoint_root_dir={root}", "monitor.progress=plain", *overrides,
+    ]  # fmt: skip
+    environment = {**os.environ, "TRINITY_TEST_TAG": tag, "OMP_NUM_THREADS": "1"}
+    with open(root.with_name(root.name + ".out"), "a", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+            text=True,
+        )
+    return Job(process, tag)
+
+
+def output(root: Path) -> str:
+    return root.with_name(root.name + ".out").read_text(encoding="utf-8")
+
+
+def interrupt(job: Job) -> None:
+    """Ctrl-C in a terminal: SIGINT to the whole foreground group."""
+    os.killpg(job.process.pid, signal.SIGINT)
+
+
+def stage_dir(root: Path, stage: str) -> Path:
+    return next(root.glob(f"trinity-dask/*/{stage}"))
+
+
+def lineage(stage: Path) -> dict[str, Any]:
+    """What the store and the last checkpoint say, read independently of the run."""
+    store = ExperienceStore(str(stage / "buffer" / "experience"))
+    manifests = store.manifests()
+    total = sum((BatchAccounts.from_meta(m.meta) for m in manifests), BatchAccounts())
+    checkpoint = latest_complete(stage)
+    assert checkpoint is not None
+    state = read_state(checkpoint)
+    rows = [store.read([m.ref(0, m.rows)]) for m in manifests]
+    return {
+        "batches": [m.batch_id for m in manifests],
+        "errors": total.errors("lineage"),
+        "committed": total.committed,
+        "rows_in_files": sum(t.num_rows for t in rows),
+        "suffixes": [s for t in rows for s in t.column("suffix").to_pylist()],
+        "trained_rows": state["trained_rows"],
+        "step": state["step"],
+        "corrupt": store.verify(),
+    }
+
+
+def logged_steps(stage: Path, role: str) -> list[int]:
+    """Steps of a role in the metrics file, in order of first appearance."""
+    seen: dict[int, None] = {}
+    with open(stage / "monitor" / "metrics.jsonl", encoding="utf-8") as lines:
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue  # the last line of a killed process
+            if record["role"] == role:
+                seen.setdefault(record["step"])
+    return list(seen)

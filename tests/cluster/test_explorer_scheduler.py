@@ -1,0 +1,314 @@
+"""The scheduler on real Dask workers with fake engines.
+
+Invariant: times are upper bounds with plenty of room, or taken from events; no test relies
+on how fast the machine is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed import Client
+
+from trinity_dask.cluster import RunCluster, call, open_cluster, start_actor
+from trinity_dask.config.schema import Config, GroupConfig
+from trinity_dask.demo.tokenizer import byte_tokenizer
+from trinity_dask.experience import Experience
+from trinity_dask.experience.payload import decode
+from trinity_dask.experience.schema import from_table
+from trinity_dask.explorer.scheduler import Scheduler
+from trinity_dask.explorer.tasks import Counts
+from trinity_dask.models.engine_actor import EngineActor
+from trinity_dask.models.protocol import EngineSpec
+from trinity_dask.workflows import Task
+
+WAIT_S = 90.0
+N_ENGINES, SLOTS_PER_ENGINE = 2, 2
+SLOTS = N_ENGINES * SLOTS_PER_ENGINE
+FILE = Path(__file__).with_name("explorer_workflows.py")
+DUMMY, BLOCKING, ANSWERING = (f"{FILE}:{n}" for n in ("Dummy", "Blocking", "Answering"))
+
+
+def local_config(tmp: Path) -> Config:
+    cfg = Config(mode="explore", job_dir=str(tmp))
+    cfg.cluster.dashboard_address = None
+    cfg.cluster.rollout = GroupConfig(n_workers=N_ENGINES, nthreads=SLOTS_PER_ENGINE)
+    cfg.cluster.trainer.n_workers = 0
+    cfg.model.max_response_tokens = 4
+    cfg.explorer.max_timeout_s = 60.0
+    cfg.explorer.max_retry_times = 1
+    return cfg
+
+
+class Stand:
+    """A cluster with an engine on every rollout worker."""
+
+    def __init__(self, tmp: Path) -> None:
+        self.cfg = local_config(tmp)
+        self.cluster: RunCluster = open_cluster(self.cfg)
+        self.engines = [self._engine(i) for i in range(N_ENGINES)]
+
+    def _engine(self, index: int) -> Any:
+        slot = f"engine-{index}"
+        spec = EngineSpec(slot, "fake", "")
+        client = self.cluster.client
+        ref = start_actor(client, EngineActor, spec, slot=slot, key=f"test-{slot}", timeout=WAIT_S)
+        call(client, ref.handle, "prepare", timeout=WAIT_S)
+        call(client, ref.handle, "open", timeout=WAIT_S)
+        return ref
+
+    def run(
+        self,
+        body: Callable[[Scheduler], Awaitable[Any]],
+        model_path: str = "",
+        **explorer: Any,
+    ) -> Any:
+        """``await body(scheduler)`` with explorer settings changed by ``explorer``.
+
+        Without ``model_path`` the workers load no tokenizer, which takes long.
+        """
+        cfg = local_config(Path(str(self.cfg.job_dir)))
+        cfg.model.model_path = model_path
+        for key, value in explorer.items():
+            setattr(cfg.explorer, key, value)
+
+        async def main() -> Any:
+            address = self.cluster.scheduler_address
+            async with Client(address, asynchronous=True) as client:
+                scheduler = Scheduler(cfg, SLOTS, client)
+                await scheduler.start()
+                try:
+                    return await body(scheduler)
+                finally:
+                    await scheduler.stop()
+
+        return asyncio.run(main())
+
+
+@pytest.fixture(scope="module")
+def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
+    stand = Stand(tmp_path_factory.mktemp("job"))
+    yield stand
+    stand.cluster.close()
+
+
+@pytest.fixture(scope="module")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = str(tmp_path_factory.mktemp("tokenizer"))
+    byte_tokenizer().save_pretrained(path)
+    return path
+
+
+def dummies(n: int, repeat_times: int = 1, **row: Any) -> list[Task]:
+    return [Task(DUMMY, raw_task=dict(row), repeat_times=repeat_times) for _ in range(n)]
+
+
+def experiences(result: Any) -> list[Experience]:
+    return [e for payload in result.payloads for e in from_table(decode(payload)[0])]
+
+
+def rows(result: Any) -> int:
+    return len(experiences(result))
+
+
+async def until(path: Path) -> None:
+    """Until a workflow has left its note, at most ``WAIT_S``."""
+    deadline = time.monotonic() + WAIT_S
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} never appeared"
+        await asyncio.sleep(0.02)
+
+
+def test_results_of_a_batch_are_taken_once(stand: Stand) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule(dummies(8), 0)
+        assert scheduler.has_step(0)
+        first = await scheduler.get_results(0, timeout=WAIT_S)
+        assert [s.ok for s in first.statuses] == [True] * 8
+        assert rows(first) == 8
+        assert not scheduler.has_step(0)
+        again = await scheduler.get_results(0, timeout=WAIT_S)
+        assert again.statuses == []
+        assert (await scheduler.get_results(99)).statuses == []
+
+    stand.run(body)
+
+
+def test_batches_do_not_mix(stand: Stand) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        for batch in (1, 2, 3):
+            scheduler.schedule(dummies(4), batch)
+        for batch in (3, 1, 2):
+            result = await scheduler.get_results(batch, timeout=WAIT_S)
+            assert len(result.statuses) == 4
+            assert {e.eid.batch for e in experiences(result)} == {batch}
+
+    stand.run(body)
+
+
+@pytest.mark.parametrize(("n", "repeat", "split", "sub_tasks"), [(4, 8, 2, 16), (4, 5, 2, 12)])
+def test_groups_are_split_and_numbered(
+    stand: Stand, n: int, repeat: int, split: int, sub_tasks: int
+) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule(dummies(n, repeat), 1)
+        result = await scheduler.get_results(1, timeout=WAIT_S)
+        assert len(result.statuses) == n
+        assert len(result.payloads) == sub_tasks
+        found = experiences(result)
+        assert len({e.eid.rid for e in found}) == len({e.eid.uid for e in found}) == n * repeat
+        assert {e.eid.run for e in found} == set(range(repeat))
+
+    stand.run(body, max_repeat_times_per_runner=split)
+
+
+def test_fault_03_failures_are_counted_and_cancel_no_sibling(stand: Stand) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule([*dummies(1), *dummies(3, **{"raise": True})], 1)
+        result = await scheduler.get_results(1, timeout=WAIT_S)
+        assert sum(s.ok for s in result.statuses) == 1
+        assert rows(result) == 1
+        assert result.counts == Counts(4, 1, 3, 0)
+        assert result.failures == {"RuntimeError": 3}
+        assert "this task raises" in str(result.first_error)
+        assert result.retries == 3
+
+    stand.run(body)
+
+
+def test_a_failure_that_passes_is_tried_again(stand: Stand, tmp_path: Path) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule(dummies(1, 4, fail_once=str(tmp_path / "failed")), 1)
+        result = await scheduler.get_results(1, timeout=WAIT_S)
+        assert result.counts == Counts(4, 4, 0, 0)
+        assert result.retries == 1
+
+    stand.run(body)
+
+
+def test_a_timeout_cancels_the_rest_and_frees_its_slots(stand: Stand, tmp_path: Path) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        slow = dummies(SLOTS - 2, sleep_s=600.0, notes=str(tmp_path))
+        scheduler.schedule([*dummies(2), *slow], 1)
+        await until(tmp_path / "started-1-2")
+        result = await scheduler.get_results(1, timeout=3.0)
+        assert len(result.statuses) == 2
+        assert result.counts == Counts(SLOTS, 2, 0, SLOTS - 2)
+        # all slots are usable again: this batch needs every one of them at once
+        scheduler.schedule(dummies(SLOTS, sleep_s=0.1), 2)
+        result = await scheduler.get_results(2, timeout=WAIT_S)
+        assert result.counts == Counts(SLOTS, SLOTS, 0, 0)
+        assert not (tmp_path / "ended-1-2").exists()
+
+    stand.run(body)
+
+
+def test_without_clearing_the_rest_arrives_later(stand: Stand) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule([*dummies(1), *dummies(1, sleep_s=6.0)], 1)
+        first = await scheduler.get_results(1, timeout=3.0, clear_timeout_tasks=False)
+        assert (len(first.statuses), first.complete) == (1, False)
+        second = await scheduler.get_results(1, timeout=WAIT_S)
+        assert (len(second.statuses), second.complete) == (1, True)
+
+    stand.run(body)
+
+
+def test_enough_tasks_end_the_wait(stand: Stand) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule([*dummies(2), *dummies(1, sleep_s=600.0)], 1)
+        result = await scheduler.get_results(1, min_num=2, timeout=WAIT_S, wait_after_min_s=0.2)
+        assert len(result.statuses) == 2
+        assert result.counts == Counts(3, 2, 0, 1)
+
+    stand.run(body)
+
+
+def test_it_can_be_stopped_and_started_again(stand: Stand) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule(dummies(2), 1)
+        assert len((await scheduler.get_results(1, timeout=WAIT_S)).statuses) == 2
+        scheduler.schedule(dummies(2, sleep_s=600.0), 2)
+        await scheduler.stop()
+        assert scheduler.in_flight == scheduler.pending == 0
+        with pytest.raises(RuntimeError, match="not started"):
+            scheduler.schedule(dummies(1), 3)
+        await scheduler.start()
+        scheduler.schedule(dummies(3, 2), 3)
+        assert rows(await scheduler.get_results(3, timeout=WAIT_S)) == 6
+
+    stand.run(body)
+
+
+def test_fault_02_a_hanging_attempt_costs_its_own_time_only(stand: Stand) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule([*dummies(3), *dummies(1, sleep_s=600.0)], 1)
+        result = await scheduler.get_results(1, timeout=WAIT_S)
+        assert result.counts == Counts(4, 3, 1, 0)
+        assert result.failures == {"TimeoutError": 1}
+        assert result.retries == 1
+
+    stand.run(body, max_timeout_s=2.0)
+
+
+def test_fault_02_a_blocking_loop_is_ended_and_its_slot_is_usable(stand: Stand) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule([Task(BLOCKING) for _ in range(SLOTS)], 1)
+        result = await scheduler.get_results(1, timeout=WAIT_S)
+        assert result.counts == Counts(SLOTS, 0, SLOTS, 0)
+        assert result.failures == {"TimeoutError": SLOTS}
+        scheduler.schedule(dummies(SLOTS), 2)
+        assert len((await scheduler.get_results(2, timeout=WAIT_S)).statuses) == SLOTS
+
+    stand.run(body, max_timeout_s=3.0, max_retry_times=0)
+
+
+@pytest.mark.parametrize("mode", ["sequential", "asynchronous", "multi-threading"])
+def test_workflows_use_the_engine_of_their_worker(
+    stand: Stand, tokenizer_dir: str, mode: str
+) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule([Task(ANSWERING, repeat_times=3)], 1)
+        result = await scheduler.get_results(1, timeout=WAIT_S)
+        assert result.counts == Counts(3, 3, 0, 0), result.first_error
+        table = decode(result.payloads[0])[0]
+        assert table["prompt_length"].to_pylist() == [3, 3, 3]
+
+    stand.run(body, tokenizer_dir, concurrent_mode=mode)
+
+
+def test_many_callers_at_once(stand: Stand) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        async def one(batch: int) -> int:
+            scheduler.schedule(dummies(3, 2), batch)
+            return rows(await scheduler.get_results(batch, timeout=WAIT_S))
+
+        assert await asyncio.gather(*(one(b) for b in range(20))) == [6] * 20
+
+    stand.run(body)
+
+
+# last in the file: it takes an engine away for good
+def test_fault_13_a_killed_worker_costs_the_batch_nothing(stand: Stand, tmp_path: Path) -> None:
+    pid = call(stand.cluster.client, stand.engines[1].handle, "describe", timeout=WAIT_S)["pid"]
+
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule(dummies(SLOTS, 2, sleep_s=1.0, notes=str(tmp_path)), 1)
+        for task in range(SLOTS):
+            await until(tmp_path / f"started-1-{task}")
+        os.kill(pid, signal.SIGKILL)
+        # the reborn worker has no engine until this creates it, as the launcher would do
+        rebirth = asyncio.ensure_future(asyncio.to_thread(stand._engine, 1))
+        result = await scheduler.get_results(1, timeout=WAIT_S)
+        assert result.counts == Counts(2 * SLOTS, 2 * SLOTS, 0, 0), result.first_error
+        assert rows(result) == 2 * SLOTS
+        rebirth.cancel()
+
+    stand.run(body)
