@@ -21,7 +21,7 @@ from distributed import Client, as_completed
 
 from trinity_dask.cluster import RunCluster, call, open_cluster, start_actor
 from trinity_dask.config.schema import Config, GroupConfig
-from trinity_dask.demo.tokenizer import byte_tokenizer
+from trinity_dask.demo.tokenizer import ascii_tokenizer
 from trinity_dask.experience import Experience
 from trinity_dask.explorer.scheduler import Scheduler
 from trinity_dask.models.engine_actor import EngineActor
@@ -58,7 +58,7 @@ def make_config(directory: str) -> Config:
     cfg.cluster.trainer.n_workers = 0
     cfg.model.model_path = f"{directory}/model"
     cfg.model.max_response_tokens = 7
-    byte_tokenizer().save_pretrained(cfg.model.model_path)
+    ascii_tokenizer().save_pretrained(cfg.model.model_path)
     return cfg
 
 

@@ -19,7 +19,7 @@ from distributed import Client
 
 from trinity_dask.cluster import RunCluster, call, open_cluster, start_actor
 from trinity_dask.config.schema import Config, GroupConfig
-from trinity_dask.demo.tokenizer import byte_tokenizer
+from trinity_dask.demo.tokenizer import ascii_tokenizer
 from trinity_dask.experience import Experience
 from trinity_dask.experience.payload import decode
 from trinity_dask.experience.schema import from_table
@@ -102,7 +102,7 @@ def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
 @pytest.fixture(scope="module")
 def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = str(tmp_path_factory.mktemp("tokenizer"))
-    byte_tokenizer().save_pretrained(path)
+    ascii_tokenizer().save_pretrained(path)
     return path
 
 

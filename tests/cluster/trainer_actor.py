@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from typing import Any, Optional
@@ -11,26 +10,17 @@ from distributed import get_worker
 from trainer_support import rows
 
 from trinity_dask.buffer.experience_buffer import ExperienceBuffer
-from trinity_dask.cluster import rpc
+from trinity_dask.cluster.context import worker_client
 from trinity_dask.config.schema import Config
 from trinity_dask.experience.schema import to_table
-from trinity_dask.trainer.rank import TrainerRank
 from trinity_dask.trainer.trainer import Trainer
-
-
-async def worker_pid() -> int:
-    return os.getpid()
-
-
-def kill_this_worker() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class KillingMonitor:
     """Kills the worker of rank ``rank`` as soon as step ``step`` is logged."""
 
-    def __init__(self, trainer: Trainer, pids: dict[int, int], kill: Optional[tuple[int, int]]):
-        self.trainer, self.pids, self.kill = trainer, pids, kill
+    def __init__(self, pids: dict[int, int], kill: Optional[tuple[int, int]]) -> None:
+        self.pids, self.kill = pids, kill
         self.steps: dict[int, dict[str, float]] = {}
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -58,7 +48,7 @@ class TrainerHost:
             if buffer is not None:
                 await buffer.close_writes()
             pids = await self._pids(trainer)
-            monitor = KillingMonitor(trainer, pids, kill)
+            monitor = KillingMonitor(pids, kill)
             trainer._monitor = monitor
             result = await trainer.train()
             again = await self._pids(trainer)
@@ -74,12 +64,9 @@ class TrainerHost:
             await trainer.close()
 
     async def _pids(self, trainer: Trainer) -> dict[int, int]:
-        calls = (rpc(h, "worker_pid", timeout=30.0) for h in trainer.pool.handles)
-        return dict(enumerate(await asyncio.gather(*calls)))
-
-
-async def _worker_pid(self: TrainerRank) -> int:
-    return os.getpid()
-
-
-TrainerRank.worker_pid = _worker_pid  # type: ignore[attr-defined]
+        client = await worker_client()
+        futures = [
+            client.submit(os.getpid, workers=[handle.address], pure=False)
+            for handle in trainer.pool.handles
+        ]
+        return dict(enumerate([await future for future in futures]))

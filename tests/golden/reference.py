@@ -85,9 +85,7 @@ def entropy(logits: np.ndarray) -> np.ndarray:
     return -(np.exp(logp) * logp).sum(axis=-1)
 
 
-def lr_factor(
-    kind: str, step: int, warmup: int, total: int | None, floor: float
-) -> float:
+def lr_factor(kind: str, step: int, warmup: int, total: int | None, floor: float) -> float:
     """Linear to 1 at ``warmup``; then constant, or down to ``floor`` at ``total``."""
     if warmup > 0 and step < warmup:
         return step / warmup

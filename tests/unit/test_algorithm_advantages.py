@@ -100,9 +100,7 @@ def test_std_threshold_drops_groups_of_one_and_noise():
 
 def test_fault_26_masked_places_get_no_advantage_and_change_none():
     short = [experience(0, k, r, mask=(True, True)) for k, r in enumerate([0, 1])]
-    padded = [
-        experience(0, k, r, mask=(True, True, False, False)) for k, r in enumerate([0, 1])
-    ]
+    padded = [experience(0, k, r, mask=(True, True, False, False)) for k, r in enumerate([0, 1])]
     for a, b in zip(GRPOAdvantage()(short)[0], GRPOAdvantage()(padded)[0], strict=True):
         np.testing.assert_array_equal(a.advantages, b.advantages[:2])
         assert not b.advantages[2:].any()

@@ -66,9 +66,7 @@ def test_fault_26_padding_to_twice_the_width_changes_nothing(loss_fn, mode):
     denominator = Denominator.count(tensors["action_mask"])
     loss, _, gradient = run(loss_fn, tensors, denominator, mode)
     wide = {n: torch.cat([t, torch.zeros_like(t)], dim=1) for n, t in tensors.items()}
-    wide_loss, _, wide_gradient = run(
-        loss_fn, wide, Denominator.count(wide["action_mask"]), mode
-    )
+    wide_loss, _, wide_gradient = run(loss_fn, wide, Denominator.count(wide["action_mask"]), mode)
     torch.testing.assert_close(wide_loss, loss)
     torch.testing.assert_close(wide_gradient[:, : gradient.shape[1]], gradient)
     assert not wide_gradient[:, gradient.shape[1] :].any()

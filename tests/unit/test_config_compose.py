@@ -108,7 +108,7 @@ def test_a_bad_file_is_told(tmp_path, text, message):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="no configuration file .*gone.yaml"):
+    with pytest.raises(ConfigError, match=r"no configuration file .*gone.yaml"):
         from_yaml(tmp_path / "gone.yaml")
 
 
@@ -159,7 +159,7 @@ def test_presets_of_the_user_are_found_and_checked(tmp_path):
     tree = compose_tree(["+experiment=mine"], config_dir=str(tmp_path))
     assert resolve(tree).name == "mine"
     mine.write_text("# @package _global_\ntrainer: {save_intervall: 3}\n")
-    with pytest.raises(ConfigError, match="did you mean 'trainer.save_interval'"):
+    with pytest.raises(ConfigError, match=r"preset experiment/mine: .* 'trainer.save_interval'"):
         compose_tree(["+experiment=mine"], config_dir=str(tmp_path))
     with pytest.raises(ConfigError, match="no option 'mne' in group 'experiment'; did you mean"):
         compose_tree(["+experiment=mne"], config_dir=str(tmp_path))
@@ -191,10 +191,9 @@ def test_the_defaults_alone_are_a_config():
     assert isinstance(resolve(Config()), Config)
 
 
-@pytest.mark.parametrize("module", ["trinity_dask.config", "trinity_dask.config.compose"])
-def test_config_imports_neither_torch_nor_dask(module):
+def test_config_imports_neither_torch_nor_dask():
     code = (
-        f"import sys, {module} as m; m.load_config({DEMO!r}); "
+        f"import sys, trinity_dask.config as m; m.load_config({DEMO!r}); "
         "print([name for name in ('torch', 'dask', 'distributed') if name in sys.modules])"
     )
     done = subprocess.run(

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from trinity_dask.demo.tokenizer import byte_tokenizer
+from trinity_dask.demo.tokenizer import ascii_tokenizer
 from trinity_dask.experience.payload import decode
 from trinity_dask.experience.schema import from_table
 from trinity_dask.explorer.status import Outcome
@@ -19,7 +19,7 @@ from trinity_dask.models.wrapper import ModelWrapper
 from trinity_dask.rewards import REWARD_FUNCTIONS
 from trinity_dask.workflows import WORKFLOWS, Task, Workflow
 
-TOKENIZER = byte_tokenizer()
+TOKENIZER = ascii_tokenizer()
 MODES = ["sequential", "asynchronous", "multi-threading"]
 CALLS: list[int] = []
 INSTANCES: list[Workflow] = []

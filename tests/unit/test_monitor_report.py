@@ -18,12 +18,15 @@ CFG = MonitorConfig(sinks=["jsonl"])
 def job(tmp_path: Path) -> Path:
     sft = Monitor(CFG, str(tmp_path / "sft"), "trainer")
     for step in range(1, 11):
-        sft.log(step, {"trainer/loss": 1.0 / step})
+        sft.log(step, {"actor/sft_loss": 1.0 / step, "actor/final_loss": 1.0 / step})
     explorer = Monitor(CFG, str(tmp_path / "grpo"), "explorer")
     for step in range(1, 21):
         explorer.log(step, {"rollout/reward/mean": step / 20, "rollout/time/mean": 1.0})
     for step, value in ((0, 0.5), (10, 0.75), (20, 1.0)):
         explorer.log(step, {"eval/sort/accuracy": value, "eval/time/x": 3.0})
+    explorer.log(
+        20, {"eval/sort/failed_runs": 0, "eval/sort/std@1": 1, "eval/sort/model_version": 3}
+    )
     for step in (2, 10, 9):
         (tmp_path / f"grpo/global_step_{step}/huggingface").mkdir(parents=True)
     (tmp_path / "grpo/global_step_11").mkdir()
@@ -34,6 +37,7 @@ def job(tmp_path: Path) -> Path:
 def test_before_and_after_are_the_first_and_last_values_with_their_steps(job):
     changes = build_report(job).changes
     assert [(c.stage, c.metric, c.first_step, c.before, c.last_step, c.after) for c in changes] == [
+        ("sft", "actor/sft_loss", 1, 1.0, 10, 0.1),
         ("grpo", "eval/sort/accuracy", 0, 0.5, 20, 1.0),
         ("grpo", "rollout/reward/mean", 1, 0.05, 20, 1.0),
     ]
@@ -45,7 +49,7 @@ def test_places_exist_and_name_the_newest_checkpoint_and_model(job):
     assert places["grpo: resolved configuration"].endswith("grpo/config.yaml")
     assert places["grpo: last checkpoint"].endswith("global_step_11")
     assert places["grpo: model (Hugging Face)"].endswith("global_step_10/huggingface")
-    assert "sft: metrics (JSONL)" in places
+    assert next(iter(places)) == "sft: metrics (JSONL)"
 
 
 def test_the_printed_report_shows_the_change(job):

@@ -189,9 +189,7 @@ def test_kl_and_entropy_take_part():
     trained = engine(cfg, reference=tiny_model(seed=1), optimizer=SGD)
     metrics = trained.train_step(batch_of(rows(8)), 1)
     expected = (
-        metrics["actor/pg_loss"]
-        - 0.01 * metrics["actor/entropy"]
-        + 0.5 * metrics["actor/kl_loss"]
+        metrics["actor/pg_loss"] - 0.01 * metrics["actor/entropy"] + 0.5 * metrics["actor/kl_loss"]
     )
     assert metrics["actor/kl_loss"] > 0
     assert metrics["actor/final_loss"] == pytest.approx(expected, abs=1e-5)

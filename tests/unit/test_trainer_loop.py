@@ -265,7 +265,9 @@ def test_fault_38_batches_without_rows_are_steps_and_too_many_end_the_run(tmp_pa
 
     with pytest.raises(NoUsableRows, match=r"3 batches in a row.*max_empty_batches = 3"):
         asyncio.run(main())
-    assert [e for e in synchronizer.story if e[0] == "sync"] == [("sync", s, s) for s in range(1, 7)]
+    assert [e for e in synchronizer.story if e[0] == "sync"] == [
+        ("sync", s, s) for s in range(1, 7)
+    ]
     assert [monitor.steps[s]["trainer/empty_batch"] for s in range(1, 7)] == [0, 1, 0, 1, 1, 1]
     state = read_state(complete_checkpoints(tmp_path)[-1])
     assert (state["step"], state["trained_rows"], state["progress"]) == (6, 8, 6)

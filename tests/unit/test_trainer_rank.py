@@ -147,7 +147,10 @@ def test_a_resumed_rank_is_bit_equal(tmp_path, model_path):
         (second,) = await start(cfg, checkpoint=path)
         for rank in (first, second):
             await rank.train_step(by_value(rows(8, seed=2)), 2)
-        files = [await r.write_weights(str(tmp_path / f"{k}.st"), 2) for k, r in enumerate((first, second))]
+        files = [
+            await r.write_weights(str(tmp_path / f"{k}.st"), 2)
+            for k, r in enumerate((first, second))
+        ]
         await close((first, second))
         return path, files
 

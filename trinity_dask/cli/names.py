@@ -18,9 +18,11 @@ from trinity_dask.config.stages import split_stages
 
 def check_names(config: Config) -> None:
     """Raise :class:`ConfigError` with one line per name or argument that does not exist."""
-    from trinity_dask.workflows.loading import load_plugins
+    from trinity_dask.workflows.loading import load_callable, load_plugins
 
     problems = list(_tried("plugin_dirs", lambda: load_plugins(config.plugin_dirs)))
+    if config.prepare is not None and config.cluster.type == "local":
+        problems += _tried("prepare", lambda: load_callable(config.prepare or ""))
     for stage in [] if problems else split_stages(config):
         prefix = f"stage {stage.stage_name!r}: " if stage.stage_name else ""
         problems += [prefix + line for line in _stage_problems(stage)]
@@ -31,10 +33,6 @@ def _stage_problems(stage: Config) -> Iterator[str]:
     from trinity_dask.algorithm.table import resolve_algorithm
 
     yield from _tried("algorithm", lambda: resolve_algorithm(asdict(stage.algorithm)))
-    if stage.prepare is not None and stage.cluster.type == "local":
-        from trinity_dask.workflows.loading import load_callable
-
-        yield from _tried("prepare", lambda: load_callable(stage.prepare or ""))
     if stage.mode == "train":
         return
     yield from _operator_problems(stage)

@@ -6,6 +6,7 @@ and range, and every derived key filled in. Needs Hydra, neither torch nor dask.
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import warnings
@@ -72,13 +73,20 @@ def to_config(tree: DictConfig) -> Config:
     check_tree(tree)
     try:
         _raise_if_missing(tree)
-        typed = OmegaConf.merge(OmegaConf.structured(Config), tree)
+        typed = _typed(tree)
         root = OmegaConf.select(typed, "checkpoint_root_dir")
         # before interpolations that contain it are resolved, so that they become absolute too
         OmegaConf.update(typed, "checkpoint_root_dir", absolute(root))
         return cast(Config, OmegaConf.to_object(typed))
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error)) from error
+
+
+def _typed(tree: DictConfig) -> DictConfig:
+    """A copy that has all keys and their types; a composed tree has them from ``schema``."""
+    if OmegaConf.get_type(tree) is Config:
+        return copy.deepcopy(tree)
+    return cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config), tree))
 
 
 def absolute(path: str) -> str:

@@ -41,11 +41,21 @@ def explain(error: BaseException, prefix: str = "") -> str:
         return _missing_option(error)
     if isinstance(error, OverrideParseException):
         return cannot_read(error.override)
-    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    cause = _root(error)
     override = _override_of(str(error))
-    if isinstance(cause, OmegaConfBaseException):
-        return _omegaconf(cause, prefix, override)
+    if cause is not None:
+        preset = re.match(r"In '([^']+)': ", str(error))
+        where = f"in preset {preset.group(1)}: " if preset else ""
+        return where + _omegaconf(cause, prefix, override)
     return _plain_hydra(str(error))
+
+
+def _root(error: BaseException) -> Optional[OmegaConfBaseException]:
+    """OmegaConf's error behind Hydra's."""
+    seen: Optional[BaseException] = error
+    while seen is not None and not isinstance(seen, OmegaConfBaseException):
+        seen = seen.__cause__ or seen.__context__
+    return seen
 
 
 def cannot_read(override: str) -> str:

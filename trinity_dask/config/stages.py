@@ -79,7 +79,7 @@ def _merge(base: Config, stage: Mapping[str, Any], index: int) -> Config:
         inherited.algorithm = AlgorithmConfig(optimizer=inherited.algorithm.optimizer)
     inherited.job_dir = f"{base.job_dir}/{stage.get('stage_name', index)}"
     try:
-        tree = OmegaConf.merge(OmegaConf.structured(inherited), dict(stage))
+        tree = OmegaConf.unsafe_merge(OmegaConf.structured(inherited), dict(stage))
         return resolve_config(cast(Config, OmegaConf.to_object(cast(DictConfig, tree))))
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error, prefix=f"stages.{index}.")) from error

@@ -45,9 +45,15 @@ def _problems(config: Config, rules: tuple[Check, ...]) -> list[str]:
     """Ranges first; relations between values only when each value is sound."""
     found = [limit_problem(*entry) for entry in values(config)]
     lines = [line for line in found if line is not None]
-    # rollout_args inherit from model: where model's own line says the cause, it is enough
+    return _causes(lines) or [line for rule in rules for line in rule(config)]
+
+
+def _causes(lines: list[str]) -> list[str]:
+    """Without those that only repeat another: rollout_args inherit from model, seeds from seed."""
     lines = [line for line in lines if ".rollout_args." not in line] or lines
-    return lines or [line for rule in rules for line in rule(config)]
+    if any(line.startswith("seed=") for line in lines):
+        lines = [line for line in lines if ".seed=" not in line]
+    return lines
 
 
 __all__ = ["ConfigError", "validate"]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trinity_dask.demo.tokenizer import EOS_TOKEN, PAD_TOKEN, byte_tokenizer
+from trinity_dask.demo.tokenizer import EOS_TOKEN, PAD_TOKEN, ascii_tokenizer
 
 if TYPE_CHECKING:
     from trinity_dask.config.schema import Config
@@ -86,13 +86,13 @@ def _row(digits: str) -> dict[str, str]:
 
 
 def write_model(spec: SortDigitsSpec, path: Path) -> None:
-    """A Qwen2 model with random weights (std 0.02, float32) and the byte tokenizer."""
+    """A Qwen2 model with random weights (std 0.02, float32) and the ASCII tokenizer."""
     import torch
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
     from trinity_dask.models.weight_transfer import named_weights, write_safetensors
 
-    tokenizer = byte_tokenizer()
+    tokenizer = ascii_tokenizer()
     eos = tokenizer.convert_tokens_to_ids(EOS_TOKEN)
     pad = tokenizer.convert_tokens_to_ids(PAD_TOKEN)
     config = Qwen2Config(

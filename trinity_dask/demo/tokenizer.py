@@ -1,10 +1,15 @@
-"""A byte-level tokenizer: every byte is one token.
+"""A byte-level tokenizer for ASCII text: every printable character is one token.
 
-Invariant: any text round-trips, and every loader (transformers' ``AutoTokenizer``, vLLM,
-the trainer) gives the same ids. A character-level vocabulary would not do: for a model of
-type ``qwen2`` transformers ignores the saved tokenizer class and rebuilds a byte-level BPE
-around the vocabulary, which silently drops every character the byte alphabet spells
-differently, such as the space.
+Invariant: printable ASCII and the newline round-trip, and every loader (transformers'
+``AutoTokenizer``, vLLM, the trainer) gives the same ids. The vocabulary is spelled in the
+byte-level alphabet, because for a model of type ``qwen2`` transformers ignores the saved
+tokenizer class and rebuilds a byte-level BPE around the vocabulary: a plain character
+vocabulary would silently lose every character that alphabet spells differently, such as
+the space.
+
+Only these bytes have a token, and other characters are lost. All 256 bytes would double the
+vocabulary with ids that never occur, and a model with random weights spends its first
+hundred steps on not sampling them.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ PAD_TOKEN = "<|endoftext|>"
 BOT_TOKEN = "<|im_start|>"
 EOS_TOKEN = "<|im_end|>"
 SPECIAL_TOKENS = (PAD_TOKEN, BOT_TOKEN, EOS_TOKEN)
+CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -27,12 +33,13 @@ CHAT_TEMPLATE = (
 )
 
 
-def byte_tokenizer() -> Any:
-    """A tokenizer of 256 byte tokens, then :data:`SPECIAL_TOKENS`; 259 ids, no merges."""
+def ascii_tokenizer() -> Any:
+    """A tokenizer of :data:`CHARACTERS`, then :data:`SPECIAL_TOKENS`; 99 ids, no merges."""
     from tokenizers import pre_tokenizers
     from transformers import Qwen2Tokenizer
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    alphabet = [spell.pre_tokenize_str(character)[0][0] for character in CHARACTERS]
     vocab = {token: i for i, token in enumerate([*alphabet, *SPECIAL_TOKENS])}
     tokens: dict[str, Any] = {"unk_token": None, "bos_token": None, "eos_token": EOS_TOKEN}
     tokenizer = Qwen2Tokenizer(

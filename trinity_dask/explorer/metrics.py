@@ -7,6 +7,7 @@ are no real, finite-or-not numbers are left out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 
@@ -19,12 +20,13 @@ TIME_TASK = "time/task_execution"
 BOOTSTRAP_DRAWS = 1000
 BOOTSTRAP_SEED = 42
 
+# plain Python: the lists are short, and this runs once per metric of every task
 _REDUCERS: dict[str, Callable[[Sequence[float]], float]] = {
-    "mean": lambda values: float(np.mean(values)),
-    "sum": lambda values: float(np.sum(values)),
-    "max": lambda values: float(np.max(values)),
-    "min": lambda values: float(np.min(values)),
-    "last": lambda values: float(values[-1]),
+    "mean": lambda values: math.fsum(values) / len(values),
+    "sum": math.fsum,
+    "max": max,
+    "min": min,
+    "last": lambda values: values[-1],
 }
 
 

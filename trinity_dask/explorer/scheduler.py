@@ -15,11 +15,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Optional
 
-from distributed import Client, Future, KilledWorker, wait
+from distributed import Client, Future, KilledWorker
 
 from trinity_dask.cluster.context import worker_client
 from trinity_dask.config.schema import Config, ExplorerConfig
-from trinity_dask.experience.payload import decode
 from trinity_dask.explorer.scheduler_state import (
     WORKER_LOST,
     Cancel,
@@ -240,10 +239,8 @@ class Scheduler:
 
     # results --------------------------------------------------------------------------
     async def _watch(self, attempt_id: int, future: Future) -> None:
-        try:
-            await wait([future])
-        except Exception as error:  # a cancelled or lost future: the collector sees its status
-            log.debug("attempt %d: %s", attempt_id, error)
+        # not distributed.wait: that costs a timer and three tasks for each future
+        await future._state.wait()
         self._finished.append(attempt_id)
         self._ready.set()
 
@@ -271,7 +268,7 @@ class Scheduler:
                 error = await _error_of(future)
                 instructions += self.state.lost(attempt_id, error, now)
             else:
-                outcome = Outcome.from_header(decode(payload)[1])
+                outcome = Outcome.of_payload(payload)
                 instructions += self.state.finished(attempt_id, outcome, payload, now)
         self._apply(instructions)
 

@@ -5,8 +5,13 @@ Invariant: a status is data; it is made where the runs happened and travels unch
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any, Optional
+
+import pyarrow as pa
+
+from trinity_dask.experience.payload import _HEADER_KEY as HEADER_KEY
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,20 @@ class Outcome:
         )
         errors = tuple(RunError(*error) for error in header["errors"])
         return cls(status, errors, header["seconds"], header["retryable"])
+
+    @classmethod
+    def of_payload(cls, payload: bytes) -> Outcome:
+        """The outcome in a payload's header; the rows are not touched.
+
+        Raises:
+            ValueError: ``payload`` is none, or not of an attempt.
+        """
+        try:
+            with pa.ipc.open_stream(pa.py_buffer(payload)) as stream:
+                metadata = stream.schema.metadata or {}
+            return cls.from_header(json.loads(metadata[HEADER_KEY]))
+        except (pa.ArrowInvalid, KeyError) as error:
+            raise ValueError(f"not the payload of a sub-task: {error!r}") from error
 
     @classmethod
     def lost(cls, total_runs: int, error: RunError) -> Outcome:

@@ -19,7 +19,7 @@ VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 def check_model_dir(path: str) -> None:
     """Raises ValueError unless ``path`` is a directory with config, weights and tokenizer."""
     root = Path(path)
-    if not root.is_dir():
+    if not path or not root.is_dir():
         raise ValueError(
             f"model.model_path {path!r} is not a directory; give the path of a Hugging Face "
             "model directory (config.json, *.safetensors, tokenizer.json)"

@@ -7,8 +7,8 @@ so a test can tell which weights, and which request, an answer came from.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
-import zlib
 from typing import Any
 
 import numpy as np
@@ -61,23 +61,23 @@ class FakeEngine:
         self._n_requests += 1
         self._running += 1
         try:
-            await self._wait()
+            await asyncio.sleep(self.draw_latency_s())
         finally:
             self._running -= 1
         return [self._answer(prompt_token_ids, sampling, version, i) for i in range(sampling.n)]
 
-    async def _wait(self) -> None:
-        seconds = self.latency_s
-        if seconds > 0 and self.sigma > 0:
-            # mean of a log-normal is exp(mu + sigma^2 / 2)
-            seconds *= float(self._rng.lognormal(-(self.sigma**2) / 2, self.sigma))
-        await asyncio.sleep(seconds)
+    def draw_latency_s(self) -> float:
+        """Seconds of the next request."""
+        if self.latency_s <= 0 or self.sigma <= 0:
+            return self.latency_s
+        # the mean of a log-normal is exp(mu + sigma^2 / 2)
+        return self.latency_s * float(self._rng.lognormal(-(self.sigma**2) / 2, self.sigma))
 
     def _answer(
         self, prompt: list[int], sampling: SamplingParams, version: int, index: int
     ) -> Completion:
         key = np.asarray([*prompt, version, sampling.seed or 0, index], dtype=np.int64)
-        draw = zlib.crc32(key.tobytes())
+        draw = int.from_bytes(hashlib.blake2b(key.tobytes(), digest_size=4).digest(), "little")
         length = sampling.min_tokens + draw % (sampling.max_tokens - sampling.min_tokens + 1)
         length = max(length, 1)
         tokens = (draw + np.arange(length) * 7919) % EOS_ID

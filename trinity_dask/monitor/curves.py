@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trinity_dask.monitor.history import load_metrics
-from trinity_dask.monitor.report import REWARD_COLUMNS
+from trinity_dask.monitor.scores import eval_scores, losses, rewards
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -36,11 +36,11 @@ Panel = tuple[str, list[tuple[str, Any]]]
 
 def _panels(frame: pd.DataFrame) -> list[Panel]:
     """Title and named series (indexed by step) of each panel that has data."""
-    reward = [name for name in REWARD_COLUMNS if name in frame.columns][:1]
+    names = list(frame.columns)
     wanted = {
-        "sampled reward": reward,
-        "evaluation": [n for n in frame.columns if n.startswith("eval/") and "/time/" not in n],
-        "loss": [n for n in frame.columns if n.endswith("loss")][:4],
+        "sampled reward": rewards(names),
+        "evaluation": eval_scores(names),
+        "loss": losses(names)[:4],
     }
     panels = [(title, _series(frame, names)) for title, names in wanted.items()]
     return [(title, series) for title, series in panels if series]

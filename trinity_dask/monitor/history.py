@@ -31,7 +31,7 @@ def load_metrics(job_dir: str | Path) -> pd.DataFrame:
 
     rows: list[dict[str, Any]] = []
     skipped = 0
-    for stage, path in _metric_files(Path(job_dir)):
+    for stage, path in stage_files(Path(job_dir)):
         lines, bad = read_lines(path)
         skipped += bad
         rows += [{"stage": stage, **row} for row in merge(lines)]
@@ -39,6 +39,15 @@ def load_metrics(job_dir: str | Path) -> pd.DataFrame:
     frame = pd.DataFrame(rows, columns=[*KEYS, *names])
     frame.attrs["skipped_lines"] = skipped
     return frame
+
+
+def stage_files(job_dir: Path) -> list[tuple[str, Path]]:
+    """(stage, its metrics file) in the order in which the stages began; ``""`` = no stages."""
+    own = metrics_path(job_dir)
+    if own.exists():
+        return [("", own)]
+    stages = [path for path in job_dir.glob("*/monitor/metrics.jsonl") if path.is_file()]
+    return [(path.parents[1].name, path) for path in sorted(stages, key=_first_time)]
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -77,14 +86,6 @@ def last_incarnation(job_dir: Path, role: str) -> int:
 def _texts(path: Path) -> Iterator[str]:
     with path.open(encoding="utf-8", errors="replace") as file:
         yield from (line for line in file if line.strip())
-
-
-def _metric_files(job_dir: Path) -> list[tuple[str, Path]]:
-    own = metrics_path(job_dir)
-    if own.exists():
-        return [("", own)]
-    stages = [path for path in job_dir.glob("*/monitor/metrics.jsonl") if path.is_file()]
-    return [(path.parents[1].name, path) for path in sorted(stages, key=_first_time)]
 
 
 def _first_time(path: Path) -> float:

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from trinity_dask.monitor.history import load_metrics
+from trinity_dask.monitor.history import load_metrics, stage_files
+from trinity_dask.monitor.scores import headline_scores
 
 if TYPE_CHECKING:
     import pandas as pd
 
-# rollout/reward/mean is the sampled reward of a batch; the other spellings are other sources'
-REWARD_COLUMNS = ("rollout/reward/mean", "rollout/reward", "reward/mean", "reward")
 PLACES = (
     ("resolved configuration", "config.yaml"),
     ("metrics (JSONL)", "monitor/metrics.jsonl"),
@@ -58,25 +57,16 @@ def build_report(job_dir: str | Path) -> Report:
 
 
 def before_after(frame: pd.DataFrame) -> list[Change]:
-    """Every ``eval/`` metric and the sampled reward, stage by stage."""
+    """Evaluation scores, sampled reward and supervised loss, stage by stage."""
     return [
         change
         for stage in frame["stage"].unique()
-        for name in headline_columns(frame)
+        for name in headline_scores(frame.columns)
         if (change := _change(frame[frame["stage"] == stage], stage, name)) is not None
     ]
 
 
-def headline_columns(frame: pd.DataFrame) -> list[str]:
-    """Names of the columns that say whether the model got better."""
-    evals = [name for name in frame.columns if name.startswith("eval/")]
-    reward = next((name for name in REWARD_COLUMNS if name in frame.columns), None)
-    return evals + ([reward] if reward else [])
-
-
 def _change(frame: pd.DataFrame, stage: str, name: str) -> Change | None:
-    if name.startswith("eval/time/") or "/time/" in name:
-        return None
     values = frame[["step", name]].dropna().sort_values("step")
     if values.empty:
         return None
@@ -88,9 +78,9 @@ def _change(frame: pd.DataFrame, stage: str, name: str) -> Change | None:
 
 def find_places(job_dir: Path) -> list[tuple[str, str]]:
     """What a reader may want to open, in the job directory and in its stages."""
-    stages = sorted(path.parents[1] for path in job_dir.glob("*/monitor/metrics.jsonl"))
+    stages = [path.parents[1] for _, path in stage_files(job_dir)]
     found = []
-    for directory in [job_dir, *stages]:
+    for directory in dict.fromkeys([*stages, job_dir]):
         label = "" if directory == job_dir else f"{directory.name}: "
         for what, relative in PLACES:
             if (directory / relative).exists():
