@@ -6,13 +6,14 @@
 #
 #   PYTHON            the interpreter to use (default: the first of python3, python3.12,
 #                     python3.11 that is 3.11 or 3.12)
-#   TORCH_INDEX_URL   index that has PyTorch's CPU wheels
+#   TORCH_INDEX_URL   PyTorch's CPU wheel index (or a mirror of it), where pip's own sources
+#                     do not hold the CPU build
 set -euo pipefail
 
 venv=$1
 accel=$2
 torch_version=2.13.0
-torch_index=${TORCH_INDEX_URL:-https://download.pytorch.org/whl/cpu}
+torch_index=${TORCH_INDEX_URL:-}
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 
 say() { printf '\n=== %s\n' "$*"; }
@@ -55,11 +56,10 @@ install_cpu_torch() {
         2>/dev/null || true)
     [ "$have" = "$torch_version+cpu" ] && return
     say "torch $torch_version, CPU build"
-    "$venv/bin/pip" install "torch==$torch_version+cpu" 2>/dev/null && return
-    echo "not in pip's own sources; asking PyTorch's CPU index $torch_index"
-    "$venv/bin/pip" install "torch==$torch_version+cpu" --extra-index-url "$torch_index" ||
-        fail "PyTorch's CPU build could not be installed from $torch_index.
-Behind a mirror, name its copy: make setup TORCH_INDEX_URL=https://..."
+    "$venv/bin/pip" install "torch==$torch_version+cpu" ${torch_index:+--extra-index-url "$torch_index"} ||
+        fail "PyTorch's CPU build $torch_version+cpu could not be installed (pip's reason is above).
+Where pip's own sources do not have it, name PyTorch's CPU wheel index (see PyTorch's
+installation page) or a mirror of it: make setup TORCH_INDEX_URL=https://..."
 }
 
 install_project() {

@@ -6,10 +6,14 @@ import asyncio
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
+from trinity_dask.config.schema import Config
 from trinity_dask.experience import Experience
-from trinity_dask.workflows import Workflow
+from trinity_dask.explorer.scheduler import Scheduler
+from trinity_dask.explorer.tasks import Counts
+from trinity_dask.workflows import Task, Workflow
 
 
 def experience(reward: float = 1.0) -> Experience:
@@ -73,3 +77,18 @@ class Answering(Workflow):
         found = self.model.generate([1, 2, 3], max_tokens=4)
         found[0].reward = 1.0
         return found
+
+
+class SchedulerHost:
+    """A Dask actor that uses a scheduler where the launcher does: on the control worker."""
+
+    async def run(self, cfg: Config, slots: int, tasks: list[Task]) -> tuple[Counts, Counts]:
+        scheduler = Scheduler(cfg, slots)
+        await scheduler.start()
+        scheduler.schedule(tasks, 1)
+        result = await scheduler.get_results(1, timeout=60.0)
+        sleepers = [replace(tasks[0], raw_task={"sleep_s": 600.0}, repeat_times=1)] * slots
+        scheduler.schedule(sleepers, 2)
+        aborted = await scheduler.abort_batch(2)
+        await scheduler.stop()
+        return result.counts, aborted

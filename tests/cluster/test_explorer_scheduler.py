@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from distributed import Client
+from explorer_workflows import SchedulerHost
 
 from trinity_dask.cluster import RunCluster, call, open_cluster, start_actor
 from trinity_dask.config.schema import Config, GroupConfig
@@ -64,6 +65,12 @@ class Stand:
         call(client, ref.handle, "open", timeout=WAIT_S)
         return ref
 
+    def config(self, **explorer: Any) -> Config:
+        cfg = local_config(Path(str(self.cfg.job_dir)))
+        for key, value in explorer.items():
+            setattr(cfg.explorer, key, value)
+        return cfg
+
     def run(
         self,
         body: Callable[[Scheduler], Awaitable[Any]],
@@ -74,10 +81,8 @@ class Stand:
 
         Without ``model_path`` the workers load no tokenizer, which takes long.
         """
-        cfg = local_config(Path(str(self.cfg.job_dir)))
+        cfg = self.config(**explorer)
         cfg.model.model_path = model_path
-        for key, value in explorer.items():
-            setattr(cfg.explorer, key, value)
 
         async def main() -> Any:
             address = self.cluster.scheduler_address
@@ -293,6 +298,16 @@ def test_many_callers_at_once(stand: Stand) -> None:
         assert await asyncio.gather(*(one(b) for b in range(20))) == [6] * 20
 
     stand.run(body)
+
+
+def test_it_works_inside_an_actor_of_the_control_worker(stand: Stand) -> None:
+    client = stand.cluster.client
+    ref = start_actor(client, SchedulerHost, slot="control", key="host", timeout=WAIT_S)
+    tasks = [*dummies(40, 2), *dummies(1, **{"raise": True})]
+    cfg = stand.config(max_retry_times=0)
+    counts, aborted = call(client, ref.handle, "run", cfg, SLOTS, tasks, timeout=WAIT_S)
+    assert counts == Counts(81, 80, 1, 0)
+    assert aborted.cancelled == SLOTS
 
 
 # last in the file: it takes an engine away for good

@@ -30,7 +30,7 @@ from trinity_dask.models.wrapper import ModelWrapper, load_tokenizer
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-OTHER = [83, 220, 19]
+OTHER = [85, 1, 21]
 START_S = 600.0
 CALL_S = 240.0
 versions = itertools.count(1)
@@ -129,7 +129,7 @@ def test_cancelling_a_request_aborts_it_and_the_engine_goes_on(served):
 
 
 def test_bad_requests_are_refused_before_they_reach_the_engine(served):
-    with pytest.raises(ValueError, match="vocabulary of 259"):
+    with pytest.raises(ValueError, match="vocabulary of 99"):
         served.generate([300])
     with pytest.raises(ValueError, match="max_model_len = 64"):
         served.generate([1] * 64)
@@ -231,7 +231,7 @@ def test_fault_18_the_gap_to_hf_stays_flat_over_updates_that_change_nothing(serv
 def test_vllm_and_the_trainer_see_the_same_ids(served):
     tokenizer = load_tokenizer(served.path)
     theirs = served.actor._engine._llm.get_tokenizer()
-    for text in ("sort 407193=", " two  spaces ", "\n\t é € 日本", "<|im_end|>x"):
+    for text in ("sort 407193=", " two  spaces ", "\n~!{}", "<|im_end|>x"):
         assert theirs.encode(text) == tokenizer.encode(text)
         assert theirs.decode(tokenizer.encode(text)) == text
 

@@ -22,7 +22,7 @@ def saved_stages(job_dir: str | Path) -> list[Config]:
     """
     root = Path(job_dir)
     own = root / "config.yaml"
-    files = [own] if own.is_file() else list(root.glob("*/config.yaml"))
+    files = [own] if own.is_file() else list(root.glob("[!.]*/config.yaml"))
     if not files:
         raise CommandError(f"{root} holds no run: no config.yaml in it or directly below it")
     return [_at(path) for path in sorted(files, key=lambda path: path.stat().st_mtime)]

@@ -68,4 +68,5 @@ def shown(frame: pd.DataFrame, n: int, best: bool) -> list[dict[str, Any]]:
     rows = frame.sort_values("reward", ascending=False, kind="stable") if best else frame
     columns = ("prompt_text", "response_text", "reward", "truncate_status")
     kept = rows[[name for name in columns if name in rows]].head(n)
-    return [{str(key): value for key, value in row.items()} for row in kept.to_dict("records")]
+    plain = kept.astype(object).where(kept.notna(), None)  # JSON has null, not NaN
+    return [{str(key): value for key, value in row.items()} for row in plain.to_dict("records")]

@@ -33,7 +33,7 @@ def as_array(value: Any, dtype: type) -> np.ndarray:
     """A 1-d contiguous numpy array of ``value`` (list, numpy array or torch tensor)."""
     if hasattr(value, "detach"):
         value = value.detach().cpu().numpy()
-    array = np.ascontiguousarray(np.asarray(value, dtype=dtype))
+    array: np.ndarray = np.ascontiguousarray(np.asarray(value, dtype=dtype))
     if array.ndim != 1:
         raise ValueError(f"an experience's arrays have one dimension (got shape {array.shape})")
     return array

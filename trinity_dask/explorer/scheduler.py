@@ -233,13 +233,14 @@ class Scheduler:
         futures = [f for a in attempt_ids if (f := self._futures.pop(a, None)) is not None]
         if futures:
             assert self._client is not None
-            cancelling = asyncio.ensure_future(self._client.cancel(futures))
+            cancelling = asyncio.ensure_future(self._client.cancel(futures, asynchronous=True))
             self._watchers.add(cancelling)
             cancelling.add_done_callback(self._watchers.discard)
 
     # results --------------------------------------------------------------------------
     async def _watch(self, attempt_id: int, future: Future) -> None:
         # not distributed.wait: that costs a timer and three tasks for each future
+        assert future._state is not None
         await future._state.wait()
         self._finished.append(attempt_id)
         self._ready.set()
@@ -279,7 +280,9 @@ class Scheduler:
         assert self._client is not None
         try:
             async with asyncio.timeout(GATHER_TIMEOUT_S):
-                return await self._client.gather(futures, errors="skip", direct=True)
+                return await self._client.gather(
+                    futures, errors="skip", direct=True, asynchronous=True
+                )
         except (TimeoutError, OSError) as error:
             log.warning("%d results could not be fetched: %s", len(futures), error)
             return {}

@@ -68,6 +68,7 @@ class WorkflowRunner:
         self._make_model = make_model
         self._mode = concurrent_mode
         self._auxiliary = list(auxiliary_models)
+        self._classes: dict[str, type[Workflow]] = {}
         self._idle: dict[type[Workflow], list[Workflow]] = {}
         self._running: dict[str, dict[str, Any]] = {}
 
@@ -118,18 +119,21 @@ class WorkflowRunner:
             cls = self._workflow_class(task)
             if cls.can_repeat:
                 return await self._repeatable(cls, task, n, base, deadline)
-            if self._mode == "sequential":
+            if self._mode == "sequential" or n == 1:
                 return await self._one_by_one(cls, task, n, base, partial, deadline)
             return await self._together(cls, task, n, base, partial, deadline)
         except Exception as error:  # whatever user code does is data
             retryable = not isinstance(error, LoadError)
             return Runs(errors=[describe(error)] * n, retryable=retryable)
 
-    @staticmethod
-    def _workflow_class(task: Task) -> type[Workflow]:
+    def _workflow_class(self, task: Task) -> type[Workflow]:
+        known = self._classes.get(task.workflow)
+        if known is not None:
+            return known
         cls = load_object(task.workflow, WORKFLOWS)
         if not (isinstance(cls, type) and issubclass(cls, Workflow)):
             raise LoadError(f"workflow {task.workflow!r} is {cls!r}, not a subclass of Workflow")
+        self._classes[task.workflow] = cls
         return cls
 
     async def _repeatable(
