@@ -54,7 +54,7 @@ def demo():
 
 def test_the_demo_is_the_measured_recipe(demo):
     sft, grpo = demo
-    assert (sft.mode, sft.trainer.total_steps, sft.buffer.train_batch_size) == ("train", 100, 128)
+    assert (sft.mode, sft.trainer.total_steps, sft.buffer.train_batch_size) == ("train", 90, 128)
     assert sft.algorithm.optimizer.lr == 3e-3
     assert sft.algorithm.optimizer.lr_warmup_steps == 20
     assert sft.algorithm.optimizer.min_lr_ratio == 0.05

@@ -5,12 +5,24 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from trainer_support import GRPO, VOCAB, batch_of, engine, gradients, rows, tiny_model, weights
+from trainer_support import (
+    GRPO,
+    VOCAB,
+    batch_of,
+    engine,
+    gradients,
+    rows,
+    save_tiny_model,
+    tiny_model,
+    weights,
+)
 
 from trinity_dask.algorithm.aggregate import AGGREGATION_MODES
-from trinity_dask.config.schema import OptimizerConfig
+from trinity_dask.config.schema import Config, OptimizerConfig
+from trinity_dask.trainer.batching import Widths
 from trinity_dask.trainer.engine import EngineSettings
 from trinity_dask.trainer.logprobs import Scorer
+from trinity_dask.trainer.policy_model import load_policy
 
 SGD = OptimizerConfig(optimizer_type="sgd", lr=0.0)
 
@@ -112,8 +124,6 @@ def test_old_logprobs_are_those_of_the_start_in_every_mini_batch():
 
 
 def _widths(batch):
-    from trinity_dask.trainer.batching import Widths
-
     return Widths.of(batch)
 
 
@@ -197,6 +207,59 @@ def test_kl_and_entropy_take_part():
     assert same["actor/kl_loss"] == pytest.approx(0.0, abs=1e-9)
 
 
+@pytest.mark.parametrize("algorithm", ["grpo", "bypass", "sft"])
+def test_the_corrected_kl_takes_the_ratio_that_the_policy_loss_takes(algorithm):
+    """With two mini-batches the second one's weights have moved; no stale zeros come in."""
+    cfg = {
+        "grpo": {**GRPO, "rollout_correction": {}},
+        "bypass": {**GRPO, "rollout_correction": {}, "bypass_old_logprobs": True},
+        "sft": {"algorithm_type": "sft"},
+    }[algorithm]
+    cfg = {**cfg, "kl_loss_fn": "corrected_k3", "kl_loss_fn_args": {"kl_coef": 1.0}}
+    model = tiny_model()
+    experiences = rows(12, model=model)  # the sampler is the start policy: all olds agree
+    trained = engine(cfg, model, reference=tiny_model(seed=1), mini_batches=2, optimizer=SGD)
+    metrics = trained.train_step(batch_of(experiences), 1)
+    plain = engine(
+        {**cfg, "kl_loss_fn": "k3"},
+        tiny_model(),
+        reference=tiny_model(seed=1),
+        mini_batches=2,
+        optimizer=SGD,
+    ).train_step(batch_of(experiences), 1)
+    assert metrics["actor/kl_loss"] == pytest.approx(plain["actor/kl_loss"], rel=1e-4)
+
+
+def test_gradient_checkpointing_gives_the_same_gradient(tmp_path):
+    path = save_tiny_model(tmp_path)
+    found = []
+    for checkpointing in (False, True):
+        model = load_policy(path, gradient_checkpointing=checkpointing)
+        assert model.training == checkpointing
+        trained = engine(model=model, optimizer=SGD)
+        trained.train_step(batch_of(rows(6)), 1)
+        found.append(gradients(trained))
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient)
+
+
+def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights():
+    trained = engine(autocast=torch.bfloat16)
+    assert (
+        trained.scorer.response_logits(
+            next(
+                trained._micro_batches(batch_of(rows(2)), np.arange(2), _widths(batch_of(rows(2))))
+            )
+        ).dtype
+        == torch.float32
+    )
+    metrics = trained.train_step(batch_of(rows(8)), 1)
+    exact = engine().train_step(batch_of(rows(8)), 1)
+    assert metrics["actor/grad_norm"] == pytest.approx(exact["actor/grad_norm"], rel=0.1)
+    assert metrics["actor/grad_norm"] != exact["actor/grad_norm"]
+    assert {p.dtype for p in trained.model.parameters()} == {torch.float32}
+
+
 def test_all_updates_of_a_step_share_the_learning_rate():
     schedule = OptimizerConfig(lr=1e-2, lr_scheduler_type="linear", lr_warmup_steps=4)
     trained = engine(mini_batches=4, optimizer=schedule, total_steps=8)
@@ -244,8 +307,6 @@ def test_weights_of_another_model_are_refused():
 
 
 def test_settings_come_from_the_config():
-    from trinity_dask.config.schema import Config
-
     cfg = Config()
     cfg.buffer.total_steps = 60
     cfg.trainer.mini_batches = 4

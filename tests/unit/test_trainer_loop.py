@@ -273,6 +273,25 @@ def test_fault_38_batches_without_rows_are_steps_and_too_many_end_the_run(tmp_pa
     assert (state["step"], state["trained_rows"], state["progress"]) == (6, 8, 6)
 
 
+def test_fault_41_mostly_truncated_answers_are_said_once(tmp_path, model_path, caplog):
+    cfg = grpo_config(tmp_path, model_path)
+
+    async def main():
+        buffer = await filled_buffer(cfg, [], close=False)
+        for batch_id in (1, 2):
+            cut = rows(4)
+            for experience in cut[:3]:
+                experience.truncate_status = "response_truncated"
+            await buffer.commit(batch_id, to_table(cut), {})
+        monitor = Monitor()
+        await run(cfg, buffer, None, monitor)
+        return monitor
+
+    monitor = asyncio.run(main())
+    assert monitor.steps[1]["sample/truncated_share"] == 0.75
+    assert caplog.text.count("75% of the answers") == 1
+
+
 def test_starvation_is_announced_once_and_ends_with_rows(tmp_path, model_path):
     cfg = grpo_config(tmp_path, model_path, total_steps=2)
 

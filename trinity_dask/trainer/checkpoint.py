@@ -149,7 +149,7 @@ def write_checkpoint(
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    prune(target.parent, keep)
+    prune(target.parent, keep, target)
     reached("pruned")
     return target
 
@@ -169,12 +169,18 @@ def _move_in(partial: Path, target: Path, reached: Hook) -> None:
         shutil.rmtree(retired)
 
 
-def prune(job_dir: str | Path, keep: int) -> None:
-    """Remove left-overs of killed saves, and complete checkpoints beyond the newest ``keep``."""
+def prune(job_dir: str | Path, keep: int, newest: Optional[Path] = None) -> None:
+    """Remove left-overs of killed saves, and complete checkpoints beyond the last ``keep``.
+
+    ``newest`` was just written and stays, also when a job that started over in an old
+    directory finds higher steps there.
+    """
     for path in Path(job_dir).iterdir():
         if _PARTIAL.match(path.name) or _is_replaced(path):
             shutil.rmtree(path, ignore_errors=True)
     for path in complete_checkpoints(job_dir)[:-keep] if keep > 0 else []:
+        if path == newest:
+            continue
         # without its marker a half-removed directory cannot be taken for a checkpoint
         (path / MARKER).unlink()
         shutil.rmtree(path)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -51,10 +51,17 @@ class Objective:
         """
         scores = self._score(micro)
         start = scores.logprob.detach() if first else micro.fields["start_logprobs"]
-        loss, metrics = self._policy_term(micro.fields, scores.logprob, start, denominator)
-        loss = loss + self._other_terms(micro.fields, scores, start, denominator, metrics)
+        old = self._old(micro.fields, start)
+        loss, metrics = self._policy_term(micro.fields, scores.logprob, old, denominator)
+        loss = loss + self._other_terms(micro.fields, scores, old, denominator, metrics)
         metrics["final_loss"] = loss.detach()
         return loss, metrics, scores.logprob.detach()
+
+    def _old(self, fields: Batch, start: Tensor) -> Optional[Tensor]:
+        """Log-probs that a ratio is taken against; None where the loss takes none."""
+        if not self.spec.uses_old_logprobs:
+            return None
+        return fields["rollout_logprobs"] if self.spec.bypass_old_logprobs else start
 
     def _score(self, micro: MicroBatch) -> Scores:
         if self.spec.entropy_loss.active or not self.spec.entropy_loss.measured:
@@ -62,16 +69,15 @@ class Objective:
         return self.scorer(micro, entropy=True, entropy_gradient=False)
 
     def _policy_term(
-        self, fields: Batch, logprob: Tensor, start: Tensor, denominator: Denominator
+        self, fields: Batch, logprob: Tensor, old: Optional[Tensor], denominator: Denominator
     ) -> tuple[Tensor, dict[str, Tensor]]:
         inputs: dict[str, Any] = {"logprob": logprob, "action_mask": fields["action_mask"]}
-        if self.spec.uses_old_logprobs:
-            bypass = self.spec.bypass_old_logprobs
-            inputs["old_logprob"] = fields["rollout_logprobs"] if bypass else start
         if self.spec.policy_loss.uses_advantages:
             inputs["advantages"] = fields["advantages"]
-        if self.spec.uses_old_logprobs and self.spec.correction.active:
-            inputs["weights"] = self.spec.correction.weights(start, fields["rollout_logprobs"])
+        if old is not None:
+            inputs["old_logprob"] = old
+            if self.spec.correction.active:
+                inputs["weights"] = self.spec.correction.weights(old, fields["rollout_logprobs"])
         return self.spec.policy_loss(
             **inputs, denominator=denominator, loss_agg_mode=self.spec.loss_agg_mode
         )
@@ -80,7 +86,7 @@ class Objective:
         self,
         fields: Batch,
         scores: Scores,
-        start: Tensor,
+        old: Optional[Tensor],
         denominator: Denominator,
         metrics: dict[str, Tensor],
     ) -> Tensor:
@@ -101,7 +107,7 @@ class Objective:
             penalty, extra = self.spec.kl_loss(
                 logprob=scores.logprob,
                 ref_logprob=fields["ref_logprobs"],
-                old_logprob=start,
+                old_logprob=old,
                 **common,
             )
             total = total + penalty

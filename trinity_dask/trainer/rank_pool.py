@@ -27,6 +27,7 @@ log = logging.getLogger("trinity_dask.trainer")
 
 CALL_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 10.0
+SETTLE_S = 5.0
 
 
 class RanksFailed(RuntimeError):
@@ -154,12 +155,14 @@ class RankPool:
             asyncio.ensure_future(self.call(rank, method, *args, timeout_s=timeout_s))
             for rank in range(self.world_size)
         ]
-        done, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
-        if any(call.exception() for call in done):
-            await self._settle(waiting)
-        for call in waiting:
-            call.cancel()
-        errors = [e for call in calls if call.done() and (e := _error(call)) is not None]
+        try:
+            done, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+            if any(call.exception() for call in done):
+                await self._settle(waiting)
+            errors = [error for call in calls if (error := _error(call)) is not None]
+        finally:
+            for call in calls:
+                call.cancel()
         if errors:
             raise next((e for e in errors if isinstance(e, ActorLost)), errors[0])
         return [call.result() for call in calls]
@@ -170,8 +173,5 @@ class RankPool:
             await asyncio.wait(waiting, timeout=SETTLE_S, return_when=asyncio.ALL_COMPLETED)
 
 
-SETTLE_S = 5.0
-
-
-def _error(call: asyncio.Future[Any]) -> Optional[BaseException]:
-    return None if call.cancelled() else call.exception()
+def _error(call: asyncio.Task[Any]) -> Optional[BaseException]:
+    return call.exception() if call.done() and not call.cancelled() else None
