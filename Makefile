@@ -37,7 +37,8 @@ run: $(STAMP)
 	@engine="$(ENGINE)"; chosen="$${engine:-$$(cat $(VENV)/engine)}"; \
 	if [ -z "$$engine" ] && [ "$$chosen" = torch ]; then \
 	  echo '=== VLLM IS NOT AVAILABLE HERE: RUNNING WITH engine=torch (see $(VENV)/vllm-import.log)'; fi; \
-	exec $(BIN)/trinity-dask run +experiment=sort_digits engine="$$chosen" $(ARGS)
+	exec $(BIN)/trinity-dask run +experiment=sort_digits engine="$$chosen" \
+	  rerun_finished=true $(ARGS)
 
 # A miniature of the main job in a directory of its own.
 smoke: $(STAMP)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import typing
+from pathlib import Path
 
 import pytest
 
@@ -164,7 +167,6 @@ def test_a_choice_may_be_written_in_any_case():
         ({"explorer__batch_timeout_s": 1.0}, "is below explorer.max_timeout_s"),
         ({"buffer__train_batch_size": 2, "trainer__mini_batches": 4}, "is fewer than"),
         ({f"{STORE.replace('.', '__')}__path": "s3://"}, "s3://bucket/prefix"),
-        ({"algorithm__sample_strategy_args": {"a": 1}}, "takes no arguments"),
     ],
 )
 def test_what_contradicts_itself_is_refused_with_the_fix(changes, message):
@@ -289,3 +291,27 @@ def test_a_job_that_must_not_continue_gets_a_new_directory(tmp_path):
 def test_a_config_without_stages_is_its_only_stage():
     (only,) = split_stages(grpo())
     assert only == resolve(grpo())
+
+
+def _finish(path: Path, latest: int, finished: bool) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    meta = {"latest_stage": latest, "finished": finished}
+    (path / "stage_meta.json").write_text(json.dumps(meta))
+
+
+def test_rerun_finished_goes_on_with_the_newest_run_until_it_is_finished(tmp_path: Path) -> None:
+    def named(**values: object) -> str:
+        return resolve(grpo(checkpoint_root_dir=str(tmp_path), name="job", **values)).name
+
+    home = tmp_path / "trinity-dask"
+    assert named(rerun_finished=True) == "job"
+    _finish(home / "job", 0, finished=False)
+    assert named(rerun_finished=True) == "job"
+    _finish(home / "job", 0, finished=True)
+    assert named() == "job"
+    assert re.fullmatch(r"job_\d{14}", named(rerun_finished=True))
+    _finish(home / "job_20260101000000", 0, finished=False)
+    _finish(home / "job_other", 0, finished=False)
+    assert named(rerun_finished=True) == "job_20260101000000"
+    _finish(home / "job_20260101000000", 0, finished=True)
+    assert named(rerun_finished=True) not in ("job", "job_20260101000000", "job_other")

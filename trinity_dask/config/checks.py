@@ -147,8 +147,6 @@ def algorithm(config: Config) -> Iterator[str]:
             f"{_STORE}.storage_type=file holds SFT rows, which {section.algorithm_type} cannot "
             "train on: set it to store, or algorithm.algorithm_type=sft"
         )
-    if section.sample_strategy_args:
-        yield "algorithm.sample_strategy_args: the default strategy takes no arguments; leave it {}"
     if section.algorithm_type == "grpo" and explores(config):
         yield from _group_size(config)
 

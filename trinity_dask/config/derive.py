@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import copy
 import os
-from datetime import datetime
-from pathlib import Path
 from typing import Any
 
+from trinity_dask.config import job_dir
 from trinity_dask.config.keys import fields_of
 from trinity_dask.config.limits import canonical
 from trinity_dask.config.schema import Config, GroupConfig, ModelConfig, RolloutArgs, TasksetConfig
@@ -20,8 +19,6 @@ from trinity_dask.config.schema import Config, GroupConfig, ModelConfig, Rollout
 # defaults of an algorithm are those of trinity_dask.algorithm, which needs torch.
 GROUP_SIZE = {"grpo": 2}
 DEFAULT_THREADS = {"control": 8, "rollout": 256, "trainer": 4, "runner": 1}
-# in the job directory before a run has written anything
-_NOT_A_RUN = {".hydra"}
 
 
 def resolve_config(cfg: Config) -> Config:
@@ -53,27 +50,12 @@ def _canonical_choices(config: Any) -> None:
 
 
 def _names(config: Config) -> None:
-    """``job_dir`` = <root>/<project>/<group>/<name>; a new one if the old must not continue."""
     root = config.checkpoint_root_dir
     if "://" not in root:
         config.checkpoint_root_dir = os.path.abspath(os.path.expanduser(root))
     if config.job_dir is not None:
         return
-    job_dir = _job_dir(config)
-    if not config.continue_from_checkpoint and _has_run(job_dir):
-        config.name += datetime.now().strftime("_%Y%m%d%H%M%S")
-        job_dir = _job_dir(config)
-    config.job_dir = job_dir
-
-
-def _job_dir(config: Config) -> str:
-    parts = (config.checkpoint_root_dir, config.project, config.group, config.name)
-    return "/".join(part.rstrip("/") for part in parts if part)
-
-
-def _has_run(job_dir: str) -> bool:
-    path = Path(job_dir)
-    return path.is_dir() and any(item.name not in _NOT_A_RUN for item in path.iterdir())
+    config.name, config.job_dir = job_dir.choose(config)
 
 
 def _threads(config: Config) -> None:

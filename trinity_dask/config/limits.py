@@ -134,7 +134,6 @@ CHOICES: dict[tuple[type, str], tuple[str, ...]] = {
     (s.OptimizerConfig, "lr_scheduler_type"): ("constant", "linear", "cosine"),
     (s.RolloutCorrectionConfig, "mode"): ("none", "token_tis"),
     (s.AlgorithmConfig, "algorithm_type"): ("grpo", "sft"),
-    (s.AlgorithmConfig, "sample_strategy"): ("default",),
     (s.AlgorithmConfig, "loss_agg_mode"): (
         "token-mean",
         "seq-mean-token-mean",

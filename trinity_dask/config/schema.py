@@ -43,8 +43,6 @@ class AlgorithmConfig:
     algorithm_type: str = "grpo"  # grpo | sft
     repeat_times: Optional[int] = None  # samples per task (the group size)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    sample_strategy: Optional[str] = None
-    sample_strategy_args: dict[str, Any] = field(default_factory=dict)
     advantage_fn: Optional[str] = None
     advantage_fn_args: dict[str, Any] = field(default_factory=dict)
     policy_loss_fn: Optional[str] = None
@@ -288,6 +286,8 @@ class Config:
     name: str = "rft"
     checkpoint_root_dir: str = "./runs"
     continue_from_checkpoint: bool = True
+    # true: once the newest run of this name is finished, the same command starts another one
+    rerun_finished: bool = False
     seed: int = 42
     prepare: Optional[str] = None  # "module:fn" called with the config before the run; idempotent
     prepare_args: dict[str, Any] = field(default_factory=dict)

@@ -1,16 +1,19 @@
 """Weights from trainer rank 0 to every engine rank, in packed buckets over one group.
 
 Invariant: sender and receivers derive the same buckets from the same metadata, so no
-message describes another; the group is a bare backend object with its own store, so it
+message describes another; a tensor that is large enough to be a message of its own is sent
+from where it lies. The group is a bare backend object with its own store, so it
 lives beside any default group and a new generation never meets an old one.
 """
 
 from __future__ import annotations
 
 import socket
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import islice
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +39,8 @@ __all__ = [
 ]
 
 ALIGN_BYTES = 64  # every tensor starts on a cache line of its bucket
+DIRECT_BYTES = 1 << 20  # from here on a tensor is a bucket, which saves copying it
+WINDOW = 3  # buckets on the wire at a time
 
 
 # --------------------------------------------------------------------------- the tensors
@@ -86,7 +91,8 @@ class Bucket:
 def plan_buckets(meta: Sequence[TensorMeta], bucket_bytes: int) -> list[Bucket]:
     """Whole tensors in order, at most ``bucket_bytes`` per bucket.
 
-    A tensor larger than ``bucket_bytes`` gets a bucket of its own.
+    A tensor of :data:`DIRECT_BYTES` or more, or larger than ``bucket_bytes``, gets a bucket
+    of its own.
 
     Raises:
         ValueError: ``bucket_bytes`` is not positive.
@@ -99,7 +105,8 @@ def plan_buckets(meta: Sequence[TensorMeta], bucket_bytes: int) -> list[Bucket]:
     for tensor in meta:
         n_bytes = prod(tensor.shape) * torch_dtype(tensor.dtype).itemsize
         start = -(-end // ALIGN_BYTES) * ALIGN_BYTES
-        if slots and start + n_bytes > bucket_bytes:
+        full = start + n_bytes > bucket_bytes or max(n_bytes, end) >= DIRECT_BYTES
+        if slots and full:
             buckets.append(Bucket(tuple(slots), end))
             slots, start = [], 0
         slots.append(Slot(tensor, start, n_bytes))
@@ -204,49 +211,50 @@ def send(
 ) -> Digest:
     """Broadcast ``named`` as rank 0, converted to the wire dtypes of ``meta``.
 
-    One bucket is packed while the one before it is on the wire.
+    The tensors must not change until it returns: large ones are sent from their own memory.
 
     Raises:
         ValueError: ``named`` does not match ``meta`` in order, names or shapes.
         RuntimeError: a peer died or the group's timeout passed.
     """
-    import torch
-
     digest = Digest()
     tensors = iter(named)
-    buckets = plan_buckets(meta, bucket_bytes)
-    size = max((bucket.n_bytes for bucket in buckets), default=0)
-    buffers = [
-        torch.empty(size, dtype=torch.uint8, device=group.device)
-        for _ in range(min(2, len(buckets)))
-    ]
-    in_flight: list[Any] = [None] * len(buffers)
-    for k, bucket in enumerate(buckets):
-        turn = k % len(buffers)
-        if in_flight[turn] is not None:
-            in_flight[turn].wait()
-        buffer = buffers[turn][: bucket.n_bytes]
-        _pack(buffer, bucket, tensors, digest)
-        in_flight[turn] = group.broadcast(buffer)
-    for work in in_flight:
-        if work is not None:
-            work.wait()
+    on_wire: deque[tuple[Any, torch.Tensor]] = deque()
+    for bucket in plan_buckets(meta, bucket_bytes):
+        content = _take(bucket, tensors)
+        buffer = _buffer(bucket, content, group.device)
+        on_wire.append((group.broadcast(buffer), buffer))
+        for slot in bucket.slots:  # while the bucket is on the wire
+            digest.add(slot.meta.name, _view(buffer, slot))
+        if len(on_wire) == WINDOW:
+            on_wire.popleft()[0].wait()
+    for work, _ in on_wire:
+        work.wait()
     return digest
 
 
-def _pack(
-    buffer: torch.Tensor,
-    bucket: Bucket,
-    tensors: Iterator[tuple[str, torch.Tensor]],
-    digest: Digest,
-) -> None:
+def _take(bucket: Bucket, tensors: Iterator[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
+    taken = []
     for slot in bucket.slots:
         name, tensor = next(tensors, ("nothing", None))
         if name != slot.meta.name or tensor is None or tuple(tensor.shape) != slot.meta.shape:
             raise ValueError(f"expected tensor {slot.meta}, got {name!r}: metadata is stale")
-        view = _view(buffer, slot)
-        view.copy_(tensor.detach())
-        digest.add(name, view)
+        taken.append(tensor.detach())
+    return taken
+
+
+def _buffer(bucket: Bucket, content: list[torch.Tensor], device: str) -> torch.Tensor:
+    """The bucket's bytes: the only tensor's own memory if it will do, else a packed copy."""
+    import torch
+
+    tensor, dtype = content[0], torch_dtype(bucket.slots[0].meta.dtype)
+    here = tensor.is_contiguous() and tensor.device == torch.device(device)
+    if len(content) == 1 and here and tensor.dtype == dtype:
+        return tensor.view(-1).view(torch.uint8)
+    buffer = torch.empty(bucket.n_bytes, dtype=torch.uint8, device=device)
+    for slot, tensor in zip(bucket.slots, content, strict=True):
+        _view(buffer, slot).copy_(tensor)
+    return buffer
 
 
 def _view(buffer: torch.Tensor, slot: Slot) -> torch.Tensor:
@@ -263,19 +271,22 @@ def recv(
     """Receive what rank 0 sends: ``(name, tensor)`` in the order of ``meta``.
 
     Tensors are views of their bucket, which is never reused: the consumer may keep them.
-    The next bucket is on the wire while this one is consumed. Every tensor is added to
+    The next buckets are on the wire while this one is consumed. Every tensor is added to
     ``digest`` when one is given.
 
     Raises:
         RuntimeError: the sender died or the group's timeout passed.
     """
-    buckets = plan_buckets(meta, bucket_bytes)
-    following = _post(group, buckets[0]) if buckets else None
-    for k, bucket in enumerate(buckets):
-        assert following is not None
-        buffer, work = following
+    on_wire: deque[tuple[Any, torch.Tensor, Bucket]] = deque()
+    ahead = iter(plan_buckets(meta, bucket_bytes))
+    while True:
+        for bucket in islice(ahead, WINDOW - len(on_wire)):
+            on_wire.append(_post(group, bucket))
+        if not on_wire:
+            return
+        work, buffer, bucket = on_wire.popleft()
         work.wait()
-        following = _post(group, buckets[k + 1]) if k + 1 < len(buckets) else None
+        on_wire.extend(_post(group, following) for following in islice(ahead, 1))
         for slot in bucket.slots:
             tensor = _view(buffer, slot)
             if digest is not None:
@@ -283,8 +294,8 @@ def recv(
             yield slot.meta.name, tensor
 
 
-def _post(group: WeightGroup, bucket: Bucket) -> tuple[torch.Tensor, Any]:
+def _post(group: WeightGroup, bucket: Bucket) -> tuple[Any, torch.Tensor, Bucket]:
     import torch
 
     buffer = torch.empty(bucket.n_bytes, dtype=torch.uint8, device=group.device)
-    return buffer, group.broadcast(buffer)
+    return group.broadcast(buffer), buffer, bucket
