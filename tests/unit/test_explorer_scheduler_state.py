@@ -176,6 +176,17 @@ def test_lost_slots_stop_new_attempts_and_new_slots_start_them():
     assert len(submitted(state.set_slots(3, 1.0))) == 2
 
 
+def test_a_slot_is_free_as_soon_as_its_attempt_has_ended():
+    state = make(slots=1)
+    (first,) = submitted(state.schedule(1, tasks(2), 0.0))
+    (second,) = submitted(state.ended([first.attempt_id], 1.0))
+    assert state.ended([first.attempt_id], 1.0) == []
+    state.finished(first.attempt_id, outcome(1, 1), b"", 2.0)
+    state.finished(second.attempt_id, outcome(1, 1), b"", 2.0)
+    assert state.drain(1).counts == Counts(2, 2, 0, 0)
+    assert state.busy == 0
+
+
 def test_abort_forgets_a_batch_and_reports_its_counts():
     state = make(slots=2)
     out = submitted(state.schedule(1, tasks(3), 0.0))
@@ -200,7 +211,9 @@ def test_decisions_import_neither_dask_nor_torch():
 
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["schedule", "ok", "part", "fail", "lost", "tick", "slots", "cancel"]),
+        st.sampled_from(
+            ["schedule", "ended", "ok", "part", "fail", "lost", "tick", "slots", "cancel"]
+        ),
         st.integers(0, 7),
     ),
     max_size=60,
@@ -245,6 +258,8 @@ class Driver:
             self.follow(self.state.set_slots(number, self.now))
         elif kind == "cancel":
             self.follow(self.state.cancel_unfinished(number, self.now))
+        elif kind == "ended":
+            self.follow(self.state.ended(attempts[:number], self.now))
         elif kind == "tick":
             self.now += number
             self.follow(self.state.tick(self.now))
@@ -270,12 +285,13 @@ class Driver:
             if isinstance(instruction, Submit):
                 assert instruction.attempt_id not in self.out
                 self.out[instruction.attempt_id] = instruction
-                assert len(self.state.running) <= self.state.slots
+                assert self.state.busy <= self.state.slots
             elif isinstance(instruction, Cancel):
                 self.out.pop(instruction.attempt_id, None)
 
     def check(self) -> None:
         assert set(self.out) == set(self.state.running)
+        assert 0 <= self.state.busy <= len(self.out)
         for batch_id, batch in self.state.batches.items():
             assert batch.counts.scheduled == self.runs[batch_id]
             assert batch.counts.in_flight >= 0

@@ -1,7 +1,8 @@
 """The scheduler's hands: Dask futures for the decisions of :class:`SchedulerState`.
 
-Invariant: nothing here polls. A finished future wakes the collector, which fetches all
-results that have become ready since its last round in one go; a waiter is woken when its
+Invariant: nothing here polls. A finished future frees its slot at once and wakes the
+collector, which fetches all results that have become ready since its last round in one go; a
+waiter is woken when its
 batch moves; one timer stands for the next deadline. Everything runs on one event loop.
 """
 
@@ -11,7 +12,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Optional
 
@@ -87,10 +88,12 @@ class Scheduler:
         self._watchers: set[asyncio.Task[None]] = set()
         self._finished: list[int] = []
         self._ready = asyncio.Event()
+        self._unfetched: list[int] = []
+        self._fetch_now = asyncio.Event()
         self._moved = asyncio.Condition()
         self._timer: Optional[asyncio.TimerHandle] = None
         self._timer_due = 0.0
-        self._collector: Optional[asyncio.Task[None]] = None
+        self._collectors: list[asyncio.Task[None]] = []
         self._failure: Optional[BaseException] = None
 
     # life -----------------------------------------------------------------------------
@@ -98,9 +101,11 @@ class Scheduler:
         """Begin to collect results; calling it again changes nothing."""
         if self._client is None:
             self._client = await worker_client()
-        if self._collector is None:
+        if not self._collectors:
             self._failure = None
-            self._collector = asyncio.get_running_loop().create_task(self._collect())
+            loop = asyncio.get_running_loop()
+            loops = (self._refill, self._collect)
+            self._collectors = [loop.create_task(self._guarded(run)) for run in loops]
 
     async def stop(self) -> None:
         """Cancel and forget everything. The scheduler can be started again."""
@@ -109,8 +114,8 @@ class Scheduler:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        tasks = [*self._watchers, *([self._collector] if self._collector else [])]
-        self._collector = None
+        tasks = [*self._watchers, *self._collectors]
+        self._collectors = []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -245,17 +250,34 @@ class Scheduler:
         self._finished.append(attempt_id)
         self._ready.set()
 
-    async def _collect(self) -> None:
+    async def _guarded(self, run: Callable[[], Awaitable[None]]) -> None:
         try:
-            while True:
-                await self._ready.wait()
-                self._ready.clear()
-                batch, self._finished = self._finished, []
-                await self._collect_some([a for a in batch if a in self._futures])
+            await run()
         except Exception as error:
             log.exception("results of rollouts cannot be collected any more")
             self._failure = error
             await self._notify()
+
+    async def _refill(self) -> None:
+        """Give the slots of ended attempts away before their payloads are fetched.
+
+        Workers that wait for a round of fetching would stand idle half of the time when
+        tasks are short.
+        """
+        while True:
+            await self._ready.wait()
+            self._ready.clear()
+            ended, self._finished = self._finished, []
+            self._unfetched += ended
+            self._fetch_now.set()
+            self._apply(self.state.ended(ended, time.monotonic()))
+
+    async def _collect(self) -> None:
+        while True:
+            await self._fetch_now.wait()
+            self._fetch_now.clear()
+            batch, self._unfetched = self._unfetched, []
+            await self._collect_some([a for a in batch if a in self._futures])
 
     async def _collect_some(self, attempt_ids: Sequence[int]) -> None:
         futures = {a: self._futures.pop(a) for a in attempt_ids}
@@ -322,7 +344,7 @@ class Scheduler:
     def _require_running(self) -> None:
         if self._failure is not None:
             raise RuntimeError(f"rollouts cannot be collected: {self._failure}") from self._failure
-        if self._collector is None:
+        if not self._collectors:
             raise RuntimeError("the scheduler is not started; await start() first")
 
     def _set_timer(self) -> None:

@@ -1,7 +1,7 @@
 """The scheduler's decisions: events in, instructions out; no I/O, no clock, no Dask.
 
 Invariant: every run of every scheduled task ends in exactly one of succeeded, failed and
-cancelled; at most ``slots`` attempts are out at any time; an event about an attempt that is
+cancelled; at most ``slots`` attempts execute at any time; an event about an attempt that is
 not out any more (it was cancelled, lost or given up) changes nothing.
 
 Two deadlines, kept apart: that of an attempt costs the attempt, and a retry still has its
@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from bisect import insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Optional
 
@@ -89,6 +89,7 @@ class SchedulerState:
         self.slots = slots
         self.batches: dict[BatchId, BatchState] = {}
         self.running: dict[int, RunningTaskState] = {}
+        self._ended: set[int] = set()  # of those running: only their payload is outstanding
         self._pending: dict[BatchId, deque[SubTask]] = {}
         self._order: list[tuple[tuple[float, int], int, BatchId]] = []
         self._attempt_ids = itertools.count(1)
@@ -110,11 +111,16 @@ class SchedulerState:
         batch.counts += Counts(scheduled=sum(task.repeat_times for task in tasks))
         return self._fill(now)
 
+    def ended(self, attempt_ids: Iterable[int], now: float) -> list[Instruction]:
+        """Attempts have left their workers; their slots are free while payloads are fetched."""
+        self._ended |= self.running.keys() & set(attempt_ids)
+        return self._fill(now)
+
     def finished(
         self, attempt_id: int, outcome: Outcome, payload: Optional[bytes], now: float
     ) -> list[Instruction]:
         """An attempt reported; its payload is kept if the outcome is final."""
-        attempt = self.running.pop(attempt_id, None)
+        attempt = self._out(attempt_id)
         if attempt is None:
             return []
         sub_task = attempt.sub_task
@@ -160,7 +166,7 @@ class SchedulerState:
         instructions: list[Instruction] = []
         for attempt_id, attempt in list(self.running.items()):
             if attempt.sub_task.task.batch_id == batch_id:
-                del self.running[attempt_id]
+                self._out(attempt_id)
                 instructions.append(Cancel(attempt_id))
         for wrapper in batch.tasks:
             if not wrapper.emitted:
@@ -204,6 +210,11 @@ class SchedulerState:
         return min(deadlines, default=None)
 
     @property
+    def busy(self) -> int:
+        """Slots in use."""
+        return len(self.running) - len(self._ended)
+
+    @property
     def pending_count(self) -> int:
         return sum(len(queue) for queue in self._pending.values())
 
@@ -218,13 +229,18 @@ class SchedulerState:
     def _fill(self, now: float) -> list[Instruction]:
         """Start sub-tasks while slots are free: batches in order, first come in a batch."""
         instructions: list[Instruction] = []
-        free = self.slots - len(self.running)
+        free = self.slots - self.busy
         for _, _, batch_id in self._order:
             queue = self._pending[batch_id]
             while queue and free > 0:
                 instructions.append(self._start(queue.popleft(), now))
                 free -= 1
         return instructions
+
+    def _out(self, attempt_id: int) -> Optional[RunningTaskState]:
+        """Take an attempt off the books; None when it is not on them."""
+        self._ended.discard(attempt_id)
+        return self.running.pop(attempt_id, None)
 
     def _start(self, sub_task: SubTask, now: float) -> Submit:
         attempt_id = next(self._attempt_ids)

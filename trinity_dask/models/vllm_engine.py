@@ -1,14 +1,15 @@
 """An engine over vLLM's ``AsyncLLM``.
 
 Invariant: vLLM lives on an event loop in a thread of its own, so its output handling never
-delays the Dask worker's heartbeat; every child process it starts ends with the worker; and
-while weights are loaded no step runs, after it no cached key or value of the old weights is
-left.
+delays the Dask worker's heartbeat; every child process it starts ends with the worker; no
+step runs while the weights are not those of one whole version, and no cached key or value
+of an older version is used.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from dataclasses import asdict
@@ -33,6 +34,8 @@ from trinity_dask.models.protocol import (
     WeightUpdate,
 )
 from trinity_dask.models.requests import check_token_ids, checked
+
+log = logging.getLogger("trinity_dask.engines")
 
 WORKER = "trinity_dask.models.vllm_worker.WeightWorker"
 BACKEND = "trinity"
@@ -130,11 +133,14 @@ class VLLMEngine:
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        llm, self._llm = self._llm, None
-        if llm is not None:
-            # shutdown() joins the child processes: off every event loop
-            await asyncio.wait_for(asyncio.to_thread(llm.shutdown), SHUTDOWN_TIMEOUT_S)
+        if self._llm is not None:
+            await asyncio.wait_for(thread.run(self._shutdown()), SHUTDOWN_TIMEOUT_S)
         await thread.close()
+
+    async def _shutdown(self) -> None:
+        # blocks vLLM's own loop, so that its output handler does not see the engine go
+        llm, self._llm = self._llm, None
+        llm.shutdown()
 
     # requests ---------------------------------------------------------------------------
     async def generate(
@@ -265,8 +271,21 @@ class VLLMEngine:
             receipts = await self._llm.collective_rpc("trinity_receipt")
             self.model_version = update.version
         finally:
-            await self._llm.resume_generation()
+            await self._resume(update)
         return self._receipt(update.version, receipts, time.perf_counter() - start)
+
+    async def _resume(self, update: WeightUpdate) -> None:
+        """Sample again, unless the weights are a mixture: then requests wait for a whole
+        version, or for their deadline."""
+        if any(await self._llm.collective_rpc("trinity_half_loaded")):
+            log.warning(
+                "engine %s: version %d broke off half way; nothing is sampled until a whole "
+                "version has arrived",
+                self.spec.slot,
+                update.version,
+            )
+        else:
+            await self._llm.resume_generation()
 
     def _receipt(self, version: int, receipts: list[Any], seconds: float) -> WeightReceipt:
         checksums = {receipt["checksum"] for receipt in receipts}

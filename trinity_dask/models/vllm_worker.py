@@ -1,7 +1,8 @@
 """The part of the engine that runs inside vLLM's worker processes.
 
-Invariant: a version is in use only after every weight of it was received, and after every
-packed copy of a weight was made again; the receipt is computed here, over the bytes that
+Invariant: weights are loaded while they arrive, so from the first one on the model is
+``half_loaded`` until a whole version is in, with every packed copy of a weight made again;
+the engine does not sample in between. The receipt is computed here, over the bytes that
 this process received.
 
 vLLM loads this module in its workers because the engine names :class:`WeightWorker` as
@@ -24,6 +25,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from trinity_dask.models.checksum import Digest
+from trinity_dask.models.malloc import keep_freed_memory
 from trinity_dask.models.protocol import TensorMeta, WeightGroupSpec, WeightUpdate
 from trinity_dask.models.torch_weights import incoming
 from trinity_dask.models.vllm_plugin import register
@@ -74,6 +76,7 @@ class TrinityTransfer(WeightTransferEngine[GroupInfo, UpdateInfo]):
     update_info_cls = UpdateInfo
     group: Optional[WeightGroup] = None
     receipt: Optional[dict[str, Any]] = None
+    half_loaded = False
 
     def init_transfer_engine(self, init_info: GroupInfo) -> None:
         self.shutdown()
@@ -88,13 +91,10 @@ class TrinityTransfer(WeightTransferEngine[GroupInfo, UpdateInfo]):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         start = time.perf_counter()
         digest = Digest()
-        named: Iterable[tuple[str, torch.Tensor]]
         named = incoming(update_info.update(), self.group, digest)
-        if self.device.type == "cpu":
-            # with everything here before the first layer changes, a sender that dies half
-            # way leaves the old weights in use; accelerators have no room for a second copy
-            named = list(named)
+        self.half_loaded = True
         load_weights(self.model, self.model_config, named)
+        self.half_loaded = False
         self.receipt = {
             "checksum": digest.value,
             "n_bytes": digest.n_bytes,
@@ -117,12 +117,19 @@ if BACKEND not in WeightTransferEngineFactory._registry:
 class WeightWorker:
     """Methods that vLLM mixes into its worker class; called by ``collective_rpc``."""
 
+    device: torch.device
     weight_transfer_engine: Any
     model_runner: Any
 
     def trinity_setup(self) -> bool:
         """Whether prompt log-probs can be asked for at temperatures other than 1."""
+        if self.device.type == "cpu":
+            keep_freed_memory()
         return heat_prompt_logprobs(self.model_runner)
+
+    def trinity_half_loaded(self) -> bool:
+        """Whether an update broke off after it had changed weights."""
+        return self.weight_transfer_engine.half_loaded
 
     def trinity_receipt(self) -> Optional[dict[str, Any]]:
         """Checksum, bytes and seconds of the last update, or None if it failed."""
