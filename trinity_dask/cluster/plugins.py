@@ -36,7 +36,9 @@ class CancelRunning(WorkerPlugin):
             return
         for running in self.worker._async_instructions:
             if running.get_name() == f"execute({key!r})" and not running.done():
-                running.cancel()
+                # not at once: a coroutine that is cancelled before its first step never tells
+                # the worker that it ended, and its slot would stay taken for good
+                asyncio.get_running_loop().call_soon(running.cancel)
                 return
 
 

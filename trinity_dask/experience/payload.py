@@ -57,4 +57,24 @@ def decode(data: bytes | memoryview) -> tuple[pa.Table, dict[str, Any]]:
             f"expected {VERSION!r}"
         )
     check_schema(table)
-    return table.cast(SCHEMA), json.loads(metadata[_HEADER_KEY])
+    bare = table.replace_schema_metadata(None)
+    # a cast copies every column, and payloads of our own encode need none
+    return bare if bare.schema.equals(SCHEMA) else bare.cast(SCHEMA), read_header(metadata)
+
+
+def peek_header(data: bytes | memoryview) -> dict[str, Any]:
+    """The header of a payload; its rows are not read.
+
+    Raises:
+        ValueError: ``data`` is not a payload.
+    """
+    try:
+        with pa.ipc.open_stream(pa.py_buffer(data)) as stream:
+            return read_header(stream.schema.metadata or {})
+    except (pa.ArrowInvalid, KeyError) as error:
+        raise ValueError(f"not an experience payload: {error!r}") from error
+
+
+def read_header(metadata: dict[bytes, bytes]) -> dict[str, Any]:
+    """The header in an Arrow schema's metadata; KeyError when there is none."""
+    return json.loads(metadata[_HEADER_KEY])

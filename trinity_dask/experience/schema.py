@@ -182,7 +182,8 @@ def _json_rows(array: pa.Array, new_empty: Callable[[], Any]) -> list[Any]:
 
 def check_schema(table: pa.Table) -> None:
     """Raise ``ValueError`` unless ``table`` has the columns and types of :data:`SCHEMA`."""
-    missing = [name for name in SCHEMA.names if name not in table.column_names]
+    present = set(table.column_names)
+    missing = [name for name in SCHEMA.names if name not in present]
     if missing:
         raise ValueError(f"not a table of experiences: it lacks the columns {', '.join(missing)}")
     for field in SCHEMA:

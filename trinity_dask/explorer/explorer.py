@@ -97,7 +97,7 @@ class Explorer:
             if steps.done():
                 steps.result()
             await self._cancel([steps, halt])
-            await self._drop_in_flight("the run ends")
+            await self._drop_in_flight()
             if not self._stopped:
                 await self._end()
         finally:
@@ -251,7 +251,10 @@ class Explorer:
         await self.finish_current_steps()
 
     async def finish(self) -> None:
-        """The trainer needs no more batches: end with the final eval. Returns at once."""
+        """The trainer needs no more batches: drop those in flight, finish the evals, end.
+
+        Returns at once.
+        """
         if self._halt is not None:
             self._halt.set()
 
@@ -260,14 +263,18 @@ class Explorer:
         self._stopped = True
         await self.finish()
 
-    async def _drop_in_flight(self, reason: str) -> None:
-        pending = [*self._in_flight, *self._evals]
-        if not any(not task.done() for task in pending):
+    async def _drop_in_flight(self) -> None:
+        """Abort train batches nobody will train on; evals too when the run is stopped."""
+        pending = [*self._in_flight, *(self._evals if self._stopped else [])]
+        if all(task.done() for task in pending):
             return
         await self._cancel(pending)
         self._in_flight.clear()
-        self._evals.clear()
-        await self._coordinator.abort_all(reason)
+        if self._stopped:
+            self._evals.clear()
+        await self._coordinator.abort_all(
+            "the run ends", (TRAIN, EVAL) if self._stopped else (TRAIN,)
+        )
         manifest = await self._buffer.last_manifest()
         self.step = int(manifest.batch_id) if manifest is not None else 0
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any, Optional
@@ -264,9 +264,9 @@ class RolloutCoordinator:
         batch.state = RolloutState.ABORTED
         log.info("batch %s aborted (%s): %s", batch_id, reason, counts)
 
-    async def abort_all(self, reason: str) -> None:
-        """Abort every batch that is not finalised."""
-        for batch_id in list(self._batches):
+    async def abort_all(self, reason: str, batch_types: Collection[str] = (TRAIN, EVAL)) -> None:
+        """Abort every batch of these types that is not finalised."""
+        for batch_id in [b.batch_id for b in self._batches.values() if b.batch_type in batch_types]:
             await self.abort_batch(batch_id, reason)
 
     # queries --------------------------------------------------------------------------

@@ -5,13 +5,10 @@ Invariant: a status is data; it is made where the runs happened and travels unch
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-import pyarrow as pa
-
-from trinity_dask.experience.payload import _HEADER_KEY as HEADER_KEY
+from trinity_dask.experience.payload import peek_header
 
 
 @dataclass(frozen=True)
@@ -86,11 +83,10 @@ class Outcome:
         Raises:
             ValueError: ``payload`` is none, or not of an attempt.
         """
+        header = peek_header(payload)
         try:
-            with pa.ipc.open_stream(pa.py_buffer(payload)) as stream:
-                metadata = stream.schema.metadata or {}
-            return cls.from_header(json.loads(metadata[HEADER_KEY]))
-        except (pa.ArrowInvalid, KeyError) as error:
+            return cls.from_header(header)
+        except KeyError as error:
             raise ValueError(f"not the payload of a sub-task: {error!r}") from error
 
     @classmethod

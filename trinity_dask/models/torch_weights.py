@@ -7,21 +7,24 @@ first parameter changes, so a transfer that breaks leaves the old weights whole.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from trinity_dask.models.checksum import Digest
-from trinity_dask.models.protocol import WeightReceipt, WeightUpdate
+from trinity_dask.models.protocol import TensorMeta, WeightReceipt, WeightUpdate
 from trinity_dask.models.weight_files import read_safetensors
 from trinity_dask.models.weight_transfer import WeightGroup, recv
 
 
 def incoming(
-    update: WeightUpdate, group: WeightGroup | None, digest: Digest
+    update: WeightUpdate,
+    group: WeightGroup | None,
+    digest: Digest,
+    target: Callable[[TensorMeta], torch.Tensor] | None = None,
 ) -> Iterable[tuple[str, torch.Tensor]]:
-    """The tensors of ``update``, from the group or from its file.
+    """The tensors of ``update``, from the group (see :func:`recv`) or from its file.
 
     Raises:
         ValueError: unknown method, or a file method without a path.
@@ -34,7 +37,7 @@ def incoming(
                 f"version {update.version} comes over weight group generation "
                 f"{update.generation}, but this engine is in {have}"
             )
-        return recv(group, update.meta, update.bucket_bytes, digest)
+        return recv(group, update.meta, update.bucket_bytes, digest, target)
     if update.method in ("memory", "checkpoint") and update.path:
         return read_safetensors(update.path, digest)
     raise ValueError(

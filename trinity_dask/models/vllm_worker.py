@@ -11,6 +11,7 @@ vLLM loads this module in its workers because the engine names :class:`WeightWor
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -28,9 +29,13 @@ from trinity_dask.models.checksum import Digest
 from trinity_dask.models.malloc import keep_freed_memory
 from trinity_dask.models.protocol import TensorMeta, WeightGroupSpec, WeightUpdate
 from trinity_dask.models.torch_weights import incoming
+from trinity_dask.models.vllm_cpu_loader import CpuLoader, NoPlan, plan_cpu_loader
 from trinity_dask.models.vllm_plugin import register
 from trinity_dask.models.vllm_prompt_logprobs import heat_prompt_logprobs
+from trinity_dask.models.weight_files import file_meta
 from trinity_dask.models.weight_transfer import WeightGroup, make_group
+
+log = logging.getLogger("trinity_dask.engines")
 
 BACKEND = "trinity"
 
@@ -78,6 +83,10 @@ class TrinityTransfer(WeightTransferEngine[GroupInfo, UpdateInfo]):
     receipt: Optional[dict[str, Any]] = None
     half_loaded = False
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._planned: dict[tuple[TensorMeta, ...], Optional[CpuLoader]] = {}
+
     def init_transfer_engine(self, init_info: GroupInfo) -> None:
         self.shutdown()
         spec = WeightGroupSpec(**vars(init_info))
@@ -90,16 +99,37 @@ class TrinityTransfer(WeightTransferEngine[GroupInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         start = time.perf_counter()
-        digest = Digest()
-        named = incoming(update_info.update(), self.group, digest)
+        update, digest = update_info.update(), Digest()
+        loader = self._cpu_loader(update)
+        named = incoming(update, self.group, digest, loader.target if loader else None)
         self.half_loaded = True
-        load_weights(self.model, self.model_config, named)
+        if loader is not None:
+            load_by_plan(self.model, loader, named)
+        else:
+            load_weights(self.model, self.model_config, named)
         self.half_loaded = False
         self.receipt = {
             "checksum": digest.value,
             "n_bytes": digest.n_bytes,
             "seconds": time.perf_counter() - start,
         }
+
+    def _cpu_loader(self, update: WeightUpdate) -> Optional[CpuLoader]:
+        """The fast loader for these tensors, if there is one; planned once per list."""
+        if self.device.type != "cpu" or self.parallel_config.world_size > 1:
+            return None
+        meta = update.meta or file_meta(str(update.path))
+        if meta not in self._planned:
+            self._planned[meta] = self._plan(meta)
+        return self._planned[meta]
+
+    def _plan(self, meta: tuple[TensorMeta, ...]) -> Optional[CpuLoader]:
+        dtype: Any = self.model_config.dtype
+        try:
+            return plan_cpu_loader(self.model, meta, dtype)
+        except NoPlan as reason:
+            log.warning("weights take vLLM's layer-wise reload, which is slower: %s", reason)
+            return None
 
     def finish_weight_update(self) -> None:
         """Nothing is left to do: the weights are in use when they are loaded."""
@@ -134,6 +164,16 @@ class WeightWorker:
     def trinity_receipt(self) -> Optional[dict[str, Any]]:
         """Checksum, bytes and seconds of the last update, or None if it failed."""
         return self.weight_transfer_engine.receipt
+
+
+@torch.no_grad()
+def load_by_plan(model: Any, loader: CpuLoader, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Load along a plan; tied packed copies are made again at the end."""
+    try:
+        loader.load(named)
+    finally:
+        loader.forget()
+    repack_cpu_linears(model)
 
 
 @torch.no_grad()

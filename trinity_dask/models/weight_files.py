@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from trinity_dask.models.checksum import Digest
+from trinity_dask.models.protocol import TensorMeta
 
 if TYPE_CHECKING:
     import torch
@@ -67,6 +68,19 @@ def read_safetensors(path: str, digest: Digest | None = None) -> Iterator[tuple[
                 if digest is not None:
                     digest.add(name, tensor)
                 yield name, tensor
+
+
+def file_meta(path: str) -> tuple[TensorMeta, ...]:
+    """Names, dtypes and shapes of the tensors at ``path``, in the order of reading."""
+    from safetensors import safe_open
+
+    found = []
+    for file in weight_files(path):
+        with safe_open(file, framework="pt") as handle:
+            for name in handle.keys():  # noqa: SIM118 (not a mapping)
+                part = handle.get_tensor(name)
+                found.append(TensorMeta(name, str(part.dtype)[6:], tuple(part.shape)))
+    return tuple(found)
 
 
 def weight_files(path: str) -> list[str]:

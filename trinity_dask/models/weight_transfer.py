@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import islice
@@ -247,10 +247,9 @@ def _buffer(bucket: Bucket, content: list[torch.Tensor], device: str) -> torch.T
     """The bucket's bytes: the only tensor's own memory if it will do, else a packed copy."""
     import torch
 
-    tensor, dtype = content[0], torch_dtype(bucket.slots[0].meta.dtype)
-    here = tensor.is_contiguous() and tensor.device == torch.device(device)
-    if len(content) == 1 and here and tensor.dtype == dtype:
-        return tensor.view(-1).view(torch.uint8)
+    own = _own_bytes(content[0], bucket.slots[0].meta, device) if len(content) == 1 else None
+    if own is not None:
+        return own
     buffer = torch.empty(bucket.n_bytes, dtype=torch.uint8, device=device)
     for slot, tensor in zip(bucket.slots, content, strict=True):
         _view(buffer, slot).copy_(tensor)
@@ -267,10 +266,13 @@ def recv(
     meta: Sequence[TensorMeta],
     bucket_bytes: int,
     digest: Digest | None = None,
+    target: Callable[[TensorMeta], torch.Tensor] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Receive what rank 0 sends: ``(name, tensor)`` in the order of ``meta``.
 
     Tensors are views of their bucket, which is never reused: the consumer may keep them.
+    With ``target``, a tensor that is a bucket of its own is received into the memory that
+    ``target`` names for it, if that has its dtype, device and a contiguous layout.
     The next buckets are on the wire while this one is consumed. Every tensor is added to
     ``digest`` when one is given.
 
@@ -281,12 +283,12 @@ def recv(
     ahead = iter(plan_buckets(meta, bucket_bytes))
     while True:
         for bucket in islice(ahead, WINDOW - len(on_wire)):
-            on_wire.append(_post(group, bucket))
+            on_wire.append(_post(group, bucket, target))
         if not on_wire:
             return
         work, buffer, bucket = on_wire.popleft()
         work.wait()
-        on_wire.extend(_post(group, following) for following in islice(ahead, 1))
+        on_wire.extend(_post(group, following, target) for following in islice(ahead, 1))
         for slot in bucket.slots:
             tensor = _view(buffer, slot)
             if digest is not None:
@@ -294,8 +296,24 @@ def recv(
             yield slot.meta.name, tensor
 
 
-def _post(group: WeightGroup, bucket: Bucket) -> tuple[Any, torch.Tensor, Bucket]:
+def _post(
+    group: WeightGroup, bucket: Bucket, target: Callable[[TensorMeta], torch.Tensor] | None
+) -> tuple[Any, torch.Tensor, Bucket]:
     import torch
 
-    buffer = torch.empty(bucket.n_bytes, dtype=torch.uint8, device=group.device)
+    buffer = None
+    if target is not None and len(bucket.slots) == 1:
+        buffer = _own_bytes(target(bucket.slots[0].meta), bucket.slots[0].meta, group.device)
+    if buffer is None:
+        buffer = torch.empty(bucket.n_bytes, dtype=torch.uint8, device=group.device)
     return group.broadcast(buffer), buffer, bucket
+
+
+def _own_bytes(tensor: torch.Tensor, meta: TensorMeta, device: str) -> torch.Tensor | None:
+    """The memory of ``tensor`` as bytes, if it can stand for ``meta`` on the wire."""
+    import torch
+
+    is_wire_form = tensor.dtype == torch_dtype(meta.dtype) and tensor.is_contiguous()
+    if not is_wire_form or tensor.device != torch.device(device):
+        return None
+    return tensor.view(-1).view(torch.uint8)
