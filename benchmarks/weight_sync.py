@@ -159,6 +159,17 @@ class Sync:
         return seconds
 
 
+async def check(engine: Any, model: Any) -> None:
+    """The engine computes with what was sent, not with what it was started with."""
+    import numpy as np
+
+    from trinity_dask.models.torch_engine import sequence_logprobs
+
+    tokens = list(range(1, 60))
+    gap = np.abs(await engine.logprobs(tokens) - sequence_logprobs(model, tokens, 1.0)).max()
+    assert gap < 1e-3, f"log-probs differ by {gap} after the last sync"
+
+
 async def measure(directory: Path, rounds: int) -> dict[str, Any]:
     from trinity_dask.models.engine_actor import build_engine
     from trinity_dask.models.protocol import EngineSpec
@@ -170,6 +181,8 @@ async def measure(directory: Path, rounds: int) -> dict[str, Any]:
     engine = build_engine(spec)
     await engine.prepare()
     model = load_model(path, "float32", "cpu")
+    for parameter in model.parameters():
+        parameter.mul_(1.5)  # so that the engine's start weights would not pass the check
     sync = Sync(engine, model, directory)
     await sync.form()
     sizes = [bucket.n_bytes for bucket in plan_buckets(sync.meta, BUCKET_BYTES)]
@@ -187,6 +200,7 @@ async def measure(directory: Path, rounds: int) -> dict[str, Any]:
             for name, value in taken.items():
                 seconds[name].append(value)
     floor.peer.join(60)
+    await check(engine, model)
     await engine.close()
     return {
         "parameters": sum(p.numel() for p in model.parameters()),

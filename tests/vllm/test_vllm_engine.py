@@ -10,6 +10,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from models_support import (
     PROMPT,
     engine_spec,
@@ -24,7 +25,12 @@ from models_support import (
 from trinity_dask.models.engine_actor import EngineActor, build_engine
 from trinity_dask.models.protocol import SamplingParams, WeightGroupSpec, WeightUpdate
 from trinity_dask.models.torch_engine import load_model
-from trinity_dask.models.weight_transfer import make_group, named_weights, tensor_meta
+from trinity_dask.models.weight_transfer import (
+    make_group,
+    named_weights,
+    tensor_meta,
+    write_safetensors,
+)
 from trinity_dask.models.wrapper import ModelWrapper, load_tokenizer
 
 pytest.importorskip("vllm")
@@ -189,7 +195,7 @@ def test_running_requests_continue_under_the_new_version(served, tmp_path):
     served.assert_in_sync(served.generate()[0])
 
 
-def test_a_sender_that_dies_half_way_leaves_the_old_weights(served):
+def test_a_sender_that_dies_half_way_stops_sampling_until_a_whole_version_arrives(served):
     async def broken():
         generation = next(versions)
         spec = WeightGroupSpec("127.0.0.1", free_port(), 2, 1, generation, "gloo", 60.0)
@@ -204,16 +210,46 @@ def test_a_sender_that_dies_half_way_leaves_the_old_weights(served):
             await receiving
         await served.actor.teardown_weight_group()
 
-    version = served.actor.model_version
+    async def update_while_a_request_waits(new, version):
+        params = SamplingParams(n=2, max_tokens=8)
+        waiting = asyncio.create_task(served.actor.generate(PROMPT, params, f"t{next(versions)}"))
+        await send_by_group(served.actor, new, version, generation=version)
+        return await waiting
+
+    before = served.actor.model_version
     served.run(broken())
-    assert served.actor.model_version == version
-    completion = served.generate()[0]
+    assert served.actor.model_version == before
+    served.model = randomised(load_model(served.path, "float32", "cpu"), seed=31)
+    version = next(versions)
+    for completion in served.run(update_while_a_request_waits(served.model, version)):
+        served.assert_in_sync(completion)
+        assert set(completion.versions) == {version}
+
+
+def test_an_update_refused_before_it_started_changes_nothing(served):
+    before = served.actor.model_version
+    for update in (WeightUpdate(10_000, "nccl", generation=77), WeightUpdate(10_000, "mail")):
+        with pytest.raises(Exception, match=r"generation 77|'mail'"):
+            served.run(served.actor.update_weights(update))
+    (completion,) = served.generate()
     served.assert_in_sync(completion)
-    assert set(completion.versions) == {version}
-    new = randomised(load_model(served.path, "float32", "cpu"), seed=31)
-    after = next(versions)
-    served.run(send_by_group(served.actor, new, after, generation=after))
+    assert set(completion.versions) == {before}
+
+
+def test_tensors_without_a_plan_take_vllm_s_own_reload(served, tmp_path):
+    """Old checkpoints carry a tensor that no module has; vLLM knows to skip it."""
+    new = randomised(load_model(served.path, "float32", "cpu"), seed=41)
+    extra = ("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(16))
+    path = str(tmp_path / "old.safetensors")
+    digest = write_safetensors(path, [*named_weights(new), extra])
+    version = next(versions)
+    receipt = served.run(served.actor.update_weights(WeightUpdate(version, "memory", path=path)))
+    assert receipt.checksum == digest.value
     served.model = new
+    served.assert_in_sync(served.generate()[0])
+    again = randomised(load_model(served.path, "float32", "cpu"), seed=42)
+    served.run(send_by_file(served.actor, again, next(versions), tmp_path / "w", "memory"))
+    served.model = again
     served.assert_in_sync(served.generate()[0])
 
 

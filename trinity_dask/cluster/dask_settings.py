@@ -27,6 +27,10 @@ SETTINGS: dict[str, Any] = {
     "distributed.scheduler.work-stealing": False,
     "distributed.scheduler.worker-saturation": float("inf"),
     "distributed.scheduler.active-memory-manager.start": False,
+    # Dask's own value has glibc return freed memory at once, and switches off its adaptive
+    # threshold: every large tensor is then mapped, faulted in and unmapped again
+    "distributed.nanny.pre-spawn-environ.MALLOC_TRIM_THRESHOLD_": 1 << 30,
+    "distributed.nanny.pre-spawn-environ.MALLOC_MMAP_THRESHOLD_": 32 << 20,
     "distributed.comm.timeouts.connect": "5s",
     "distributed.comm.timeouts.tcp": "30s",
     "distributed.comm.retry.count": 0,

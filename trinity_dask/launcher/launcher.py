@@ -10,15 +10,17 @@ import asyncio
 import contextlib
 import logging
 import traceback
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from trinity_dask.config.schema import Config
 from trinity_dask.launcher.job_lock import JobLock
-from trinity_dask.launcher.stage import StageRunner
 from trinity_dask.launcher.status import FINAL_STATES, StatusBoard
 from trinity_dask.manager.state_manager import StateManager
 from trinity_dask.monitor.curves import write_curves
 from trinity_dask.workflows.loading import load_callable
+
+if TYPE_CHECKING:
+    from trinity_dask.launcher.stage import StageRunner
 
 log = logging.getLogger("trinity_dask.launcher")
 
@@ -120,7 +122,8 @@ class Launcher:
         )
         await self._prepare_data(stage)
         previous = self.stages[index - 1] if index else None
-        self._stage = StageRunner(stage, self._board, self.run_id, previous)
+        stage_runner = await asyncio.to_thread(_stage_runner)
+        self._stage = stage_runner(stage, self._board, self.run_id, previous)
         try:
             if self._stop_reason is None:
                 await self._stage.run()
@@ -142,6 +145,14 @@ class Launcher:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait_for(self._task, 30.0)
+
+
+def _stage_runner() -> type[StageRunner]:
+    """Imported late and in a thread: torch and transformers come with it, which the driver
+    (it only names the launcher) does without, and which would stop the event loop."""
+    from trinity_dask.launcher.stage import StageRunner
+
+    return StageRunner
 
 
 def describe(error: BaseException) -> str:

@@ -14,8 +14,32 @@ import torch
 
 from trinity_dask.models.checksum import Digest
 from trinity_dask.models.protocol import TensorMeta, WeightReceipt, WeightUpdate
-from trinity_dask.models.weight_files import read_safetensors
+from trinity_dask.models.weight_files import read_safetensors, weight_files
 from trinity_dask.models.weight_transfer import WeightGroup, recv
+
+
+def check_update(update: WeightUpdate, group: WeightGroup | None) -> None:
+    """Raises unless the tensors of ``update`` can be asked for.
+
+    Raises:
+        ValueError: unknown method, or a file method without a path.
+        FileNotFoundError: there are no weights at its path.
+        RuntimeError: method ``nccl`` and no group of the update's generation.
+    """
+    if update.method == "nccl":
+        if group is None or group.generation != update.generation:
+            have = "none" if group is None else f"generation {group.generation}"
+            raise RuntimeError(
+                f"version {update.version} comes over weight group generation "
+                f"{update.generation}, but this engine is in {have}"
+            )
+    elif update.method in ("memory", "checkpoint") and update.path:
+        weight_files(update.path)
+    else:
+        raise ValueError(
+            f"weight update method {update.method!r} with path {update.path!r}: use 'nccl', or "
+            "'memory' or 'checkpoint' with a path"
+        )
 
 
 def incoming(
@@ -26,24 +50,12 @@ def incoming(
 ) -> Iterable[tuple[str, torch.Tensor]]:
     """The tensors of ``update``, from the group (see :func:`recv`) or from its file.
 
-    Raises:
-        ValueError: unknown method, or a file method without a path.
-        RuntimeError: method ``nccl`` and no group of the update's generation.
+    Raises what :func:`check_update` raises.
     """
-    if update.method == "nccl":
-        if group is None or group.generation != update.generation:
-            have = "none" if group is None else f"generation {group.generation}"
-            raise RuntimeError(
-                f"version {update.version} comes over weight group generation "
-                f"{update.generation}, but this engine is in {have}"
-            )
+    check_update(update, group)
+    if group is not None and update.method == "nccl":
         return recv(group, update.meta, update.bucket_bytes, digest, target)
-    if update.method in ("memory", "checkpoint") and update.path:
-        return read_safetensors(update.path, digest)
-    raise ValueError(
-        f"weight update method {update.method!r} with path {update.path!r}: use 'nccl', or "
-        "'memory' or 'checkpoint' with a path"
-    )
+    return read_safetensors(str(update.path), digest)
 
 
 def load_update(model: Any, update: WeightUpdate, group: WeightGroup | None) -> WeightReceipt:

@@ -269,14 +269,18 @@ class VLLMEngine:
             await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
             await self._llm.finish_weight_update(weight_version=str(update.version))
             receipts = await self._llm.collective_rpc("trinity_receipt")
-            self.model_version = update.version
-        finally:
-            await self._resume(update)
+        except BaseException:
+            await self._resume_if_whole(update)
+            raise
+        self.model_version = update.version
+        await self._llm.resume_generation()
         return self._receipt(update.version, receipts, time.perf_counter() - start)
 
-    async def _resume(self, update: WeightUpdate) -> None:
-        """Sample again, unless the weights are a mixture: then requests wait for a whole
-        version, or for their deadline."""
+    async def _resume_if_whole(self, update: WeightUpdate) -> None:
+        """After a failure: sample again, unless the weights are now a mixture of versions.
+
+        Then requests wait for an update that succeeds, or for their deadline.
+        """
         if any(await self._llm.collective_rpc("trinity_half_loaded")):
             log.warning(
                 "engine %s: version %d broke off half way; nothing is sampled until a whole "

@@ -28,7 +28,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from trinity_dask.models.checksum import Digest
 from trinity_dask.models.malloc import keep_freed_memory
 from trinity_dask.models.protocol import TensorMeta, WeightGroupSpec, WeightUpdate
-from trinity_dask.models.torch_weights import incoming
+from trinity_dask.models.torch_weights import check_update, incoming
 from trinity_dask.models.vllm_cpu_loader import CpuLoader, NoPlan, plan_cpu_loader
 from trinity_dask.models.vllm_plugin import register
 from trinity_dask.models.vllm_prompt_logprobs import heat_prompt_logprobs
@@ -100,6 +100,7 @@ class TrinityTransfer(WeightTransferEngine[GroupInfo, UpdateInfo]):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         start = time.perf_counter()
         update, digest = update_info.update(), Digest()
+        check_update(update, self.group)
         loader = self._cpu_loader(update)
         named = incoming(update, self.group, digest, loader.target if loader else None)
         self.half_loaded = True
