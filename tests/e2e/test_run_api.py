@@ -81,11 +81,10 @@ def test_the_store_opens_with_three_tools(finished: Run) -> None:
     import pyarrow.dataset
 
     data = stage(finished) / "buffer" / "experience" / "data"
-    table = pyarrow.dataset.dataset(data, format="ipc").to_table()
-    assert table.num_rows == finished.status["accounts"]["committed"]
-    answer = duckdb.sql("select count(*), avg(reward) from table").fetchone()
-    assert answer is not None
-    assert answer[0] == len(table.to_pandas())
+    rows = pyarrow.dataset.dataset(data, format="ipc").to_table()
+    assert rows.num_rows == finished.status["accounts"]["committed"]
+    (answer,) = duckdb.sql("select count(*), avg(reward) from rows").fetchall()
+    assert answer[0] == len(rows.to_pandas())
 
 
 def test_files_of_the_job(finished: Run) -> None:

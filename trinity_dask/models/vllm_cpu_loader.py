@@ -1,13 +1,14 @@
 """Loading weights into a vLLM model on a CPU without copying them twice.
 
-Invariant: used only where its plan covers every parameter of the model exactly; anything it
-does not know (quantisation, several ranks, renamed or transformed weights) is left to vLLM's
-own layer-wise reload, which is general and slower.
+Invariant: the model changes only after every tensor of a version has arrived, and then all
+of it; and this is used only where its plan covers every parameter exactly. What it does not
+know (quantisation, several ranks, renamed or transformed weights) is left to vLLM's own
+layer-wise reload, which is general and slower.
 
-On a CPU a linear layer keeps no weight, only a packed copy for oneDNN. vLLM's reload makes
-the weight again from its parts, in Python, part by part. Here every part is received at its
-place in the fused weight (query, key and value of a layer share one), and a layer is packed
-when its last part has arrived, while the following ones are on the wire.
+On a CPU a linear layer keeps no weight, only a packed copy for oneDNN. Every tensor is
+received at its place in new memory (query, key and value of a layer share one weight). The
+weight is packed when the layer is used for the first time: the trainer, which waits for the
+end of the update, need not wait for that.
 """
 
 from __future__ import annotations
@@ -23,70 +24,85 @@ from trinity_dask.models.protocol import TensorMeta
 
 
 @dataclass
-class Packed:
-    """A linear layer whose weight exists only in packed form."""
+class Target:
+    """A parameter, or the packed weight of a linear layer, and its next value."""
 
     module: Any
-    shape: tuple[int, int]
+    attribute: str
+    shape: tuple[int, ...]
     dtype: torch.dtype
-    n_parts: int = 0
-    weight: Optional[torch.Tensor] = None  # while its parts arrive
-    arrived: int = 0
+    is_packed: bool
+    arriving: Optional[torch.Tensor] = None
 
-    def part(self, start: int, n_rows: int) -> torch.Tensor:
-        if self.weight is None:
-            self.weight = torch.empty(self.shape, dtype=self.dtype)
-        return self.weight[start : start + n_rows]
+    def rows(self, start: int, n_rows: int) -> torch.Tensor:
+        """A part of the next value."""
+        if self.arriving is None:
+            self.arriving = torch.empty(self.shape, dtype=self.dtype)
+        return self.arriving[start : start + n_rows]
 
-    def note_arrival(self) -> None:
-        self.arrived += 1
-        if self.arrived == self.n_parts and self.weight is not None:
-            weight, self.weight, self.arrived = self.weight, None, 0
-            self.module.weight = torch.nn.Parameter(weight, requires_grad=False)
-            self.module.quant_method.process_weights_after_loading(self.module)
+    def install(self) -> None:
+        """Put the next value in use."""
+        value, self.arriving = self.arriving, None
+        if value is None:
+            return
+        parameter = getattr(self.module, self.attribute)
+        if self.is_packed:
+            pack_at_first_use(self.module, value)
+        elif parameter.shape == value.shape:
+            parameter.data = value
+        else:  # a vocabulary that is padded in memory
+            parameter.data[: len(value)].copy_(value)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Place:
-    """Where one received tensor belongs: rows of a live parameter or of a packed layer."""
+    """Where one received tensor belongs."""
 
+    target: Target
     start: int
     n_rows: int
-    live: Optional[torch.Tensor] = None
-    packed: Optional[Packed] = None
 
-    def rows(self) -> torch.Tensor:
-        if self.packed is not None:
-            return self.packed.part(self.start, self.n_rows)
-        assert self.live is not None
-        return self.live[self.start : self.start + self.n_rows]
+    def memory(self) -> torch.Tensor:
+        return self.target.rows(self.start, self.n_rows)
 
 
 @dataclass
 class CpuLoader:
-    """The plan for one model and one list of received tensors."""
+    """The plan for one model and one list of tensors."""
 
     places: dict[str, Place] = field(default_factory=dict)
+    targets: dict[tuple[str, str], Target] = field(default_factory=dict)
 
-    def target(self, meta: TensorMeta) -> torch.Tensor:
-        """Memory for a tensor that is about to be received."""
-        return self.places[meta.name].rows()
+    def memory(self, meta: TensorMeta) -> torch.Tensor:
+        """Where a tensor that is about to be received is to lie."""
+        return self.places[meta.name].memory()
 
     def load(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Bring every tensor to its place, if it is not there already, and pack layers."""
-        for name, tensor in named:
-            place = self.places[name]
-            rows = place.rows()
-            if rows.data_ptr() != tensor.data_ptr():
-                rows.copy_(tensor)
-            if place.packed is not None:
-                place.packed.note_arrival()
+        """Take all tensors, then put them in use. An error before that changes nothing."""
+        try:
+            for name, tensor in named:
+                memory = self.places[name].memory()
+                if memory.data_ptr() != tensor.data_ptr():
+                    memory.copy_(tensor)
+        except BaseException:
+            for target in self.targets.values():
+                target.arriving = None
+            raise
+        for target in self.targets.values():
+            target.install()
 
-    def forget(self) -> None:
-        """Drop what an update that broke off has left."""
-        for place in self.places.values():
-            if place.packed is not None:
-                place.packed.weight, place.packed.arrived = None, 0
+
+def pack_at_first_use(module: Any, weight: Optional[torch.Tensor] = None) -> None:
+    """Have ``module`` pack ``weight``, or the weight it owns, when it is called next."""
+
+    def first_call(x: torch.Tensor, _: torch.Tensor, bias: Optional[torch.Tensor]) -> torch.Tensor:
+        if weight is not None:
+            module.weight = torch.nn.Parameter(weight, requires_grad=False)
+        # replaces this function by one that uses the packed copy
+        module.quant_method.process_weights_after_loading(module)
+        return module.cpu_linear(x, module.weight, bias)
+
+    module.cpu_linear = first_call
 
 
 class NoPlan(Exception):
@@ -102,16 +118,14 @@ def plan_cpu_loader(model: Any, meta: Sequence[TensorMeta], dtype: torch.dtype) 
     _check_is_plain(model)
     loader = CpuLoader()
     filled: dict[tuple[str, str], int] = defaultdict(int)
-    packed: dict[str, Packed] = {}
     for path, attribute, tensor in _parts(model, meta):
-        module = _module(model, path)
-        place = _place(module, attribute, tensor, filled[path, attribute])
-        if _is_packed_away(module, attribute):
-            layer = packed.setdefault(path, Packed(module, _shape(module), dtype))
-            layer.n_parts += 1
-            place.packed = layer
-        filled[path, attribute] += place.n_rows
-        loader.places[tensor.name] = place
+        key = path, attribute
+        if key not in loader.targets:
+            loader.targets[key] = _target(model, path, attribute, dtype)
+        target, start = loader.targets[key], filled[key]
+        _check_fits(tensor, target, start)
+        filled[key] += tensor.shape[0]
+        loader.places[tensor.name] = Place(target, start, tensor.shape[0])
     _check_is_whole(model, filled)
     return loader
 
@@ -153,11 +167,18 @@ def _parts(model: Any, meta: Sequence[TensorMeta]) -> list[tuple[str, str, Tenso
     return [part[1:] for part in placed]
 
 
-def _module(model: Any, path: str) -> Any:
+def _target(model: Any, path: str, attribute: str, dtype: torch.dtype) -> Target:
     try:
-        return model.get_submodule(path)
+        module = model.get_submodule(path)
     except AttributeError as error:
         raise NoPlan(f"the model has no module {path!r}") from error
+    parameter = module._parameters.get(attribute)
+    if parameter is None or parameter.ndim == 0:
+        raise NoPlan(f"there is no place for {path}.{attribute}")
+    if _is_packed_away(module, attribute):
+        return Target(module, attribute, _shape(module), dtype, True)
+    n_rows = getattr(module, "org_vocab_size", parameter.shape[0])
+    return Target(module, attribute, (n_rows, *parameter.shape[1:]), parameter.dtype, False)
 
 
 def _is_packed_away(module: Any, attribute: str) -> bool:
@@ -173,16 +194,10 @@ def _shape(module: Any) -> tuple[int, int]:
     return module.output_size_per_partition, module.input_size_per_partition
 
 
-def _place(module: Any, attribute: str, tensor: TensorMeta, start: int) -> Place:
-    """The rows from ``start`` on; their parameter is live unless it is packed away."""
-    live = module._parameters.get(attribute)
-    if live is None or not tensor.shape:
-        raise NoPlan(f"there is no place for {tensor.name}")
-    shape = _shape(module) if _is_packed_away(module, attribute) else tuple(live.shape)
-    n_rows = tensor.shape[0]
-    if shape[1:] != tensor.shape[1:] or start + n_rows > shape[0]:
-        raise NoPlan(f"{tensor.name} has shape {tensor.shape}, its place {shape} from {start}")
-    return Place(start, n_rows, live=live.data)
+def _check_fits(tensor: TensorMeta, target: Target, start: int) -> None:
+    is_as_wide = len(tensor.shape) > 0 and tensor.shape[1:] == target.shape[1:]
+    if not is_as_wide or start + tensor.shape[0] > target.shape[0]:
+        raise NoPlan(f"{tensor.name} has shape {tensor.shape}, its place {target.shape}")
 
 
 def _check_is_whole(model: Any, filled: dict[tuple[str, str], int]) -> None:

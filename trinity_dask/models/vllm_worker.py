@@ -1,9 +1,10 @@
 """The part of the engine that runs inside vLLM's worker processes.
 
-Invariant: weights are loaded while they arrive, so from the first one on the model is
-``half_loaded`` until a whole version is in, with every packed copy of a weight made again;
-the engine does not sample in between. The receipt is computed here, over the bytes that
-this process received.
+Invariant: the model holds one whole version, with no packed copy of an older weight, or it
+says that it is ``half_loaded`` and the engine does not sample. The latter can happen only
+where weights are loaded while they arrive (accelerators, which have no room for a second
+copy, and models that the loader for CPUs does not know) and the transfer breaks off. The
+receipt is computed here, over the bytes that this process received.
 
 vLLM loads this module in its workers because the engine names :class:`WeightWorker` as
 ``worker_extension_cls``; importing it registers the weight-transfer backend ``trinity``.
@@ -29,7 +30,12 @@ from trinity_dask.models.checksum import Digest
 from trinity_dask.models.malloc import keep_freed_memory
 from trinity_dask.models.protocol import TensorMeta, WeightGroupSpec, WeightUpdate
 from trinity_dask.models.torch_weights import check_update, incoming
-from trinity_dask.models.vllm_cpu_loader import CpuLoader, NoPlan, plan_cpu_loader
+from trinity_dask.models.vllm_cpu_loader import (
+    CpuLoader,
+    NoPlan,
+    pack_at_first_use,
+    plan_cpu_loader,
+)
 from trinity_dask.models.vllm_plugin import register
 from trinity_dask.models.vllm_prompt_logprobs import heat_prompt_logprobs
 from trinity_dask.models.weight_files import file_meta
@@ -102,12 +108,13 @@ class TrinityTransfer(WeightTransferEngine[GroupInfo, UpdateInfo]):
         update, digest = update_info.update(), Digest()
         check_update(update, self.group)
         loader = self._cpu_loader(update)
-        named = incoming(update, self.group, digest, loader.target if loader else None)
-        self.half_loaded = True
         if loader is not None:
-            load_by_plan(self.model, loader, named)
+            loader.load(incoming(update, self.group, digest, loader.memory))
+            for module in tied_packed_layers(self.model):
+                pack_at_first_use(module)
         else:
-            load_weights(self.model, self.model_config, named)
+            self.half_loaded = True
+            load_weights(self.model, self.model_config, incoming(update, self.group, digest))
         self.half_loaded = False
         self.receipt = {
             "checksum": digest.value,
@@ -168,16 +175,6 @@ class WeightWorker:
 
 
 @torch.no_grad()
-def load_by_plan(model: Any, loader: CpuLoader, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Load along a plan; tied packed copies are made again at the end."""
-    try:
-        loader.load(named)
-    finally:
-        loader.forget()
-    repack_cpu_linears(model)
-
-
-@torch.no_grad()
 def load_weights(model: Any, model_config: Any, named: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Load Hugging Face names into a vLLM model; fused modules are fused by the model."""
     from vllm.model_executor.model_loader.reload import (
@@ -190,19 +187,20 @@ def load_weights(model: Any, model_config: Any, named: Iterable[tuple[str, torch
         model.load_weights(named)
     finally:
         finalize_layerwise_reload(model, model_config)
-    repack_cpu_linears(model)
+    for module in tied_packed_layers(model):
+        module.quant_method.process_weights_after_loading(module)
 
 
-def repack_cpu_linears(model: Any) -> None:
-    """Make again the packed copy of every weight that a module still owns.
+def tied_packed_layers(model: Any) -> list[Any]:
+    """Modules that own a weight and compute with a packed copy of it.
 
-    On a CPU a linear layer computes with a packed copy of its weight. A ``lm_head`` that is
-    tied to the embedding has such a copy of the embedding's weight, and no weight of that
-    name is ever loaded, so nothing else would refresh it.
+    That is a ``lm_head`` on a CPU. If it is tied to the embedding, its copy is one of the
+    embedding's weight, and no weight of its own name is ever loaded: nothing else would
+    make that copy again.
     """
-    for module in model.modules():
+
+    def owns_weight(module: Any) -> bool:
         weight = getattr(module, "weight", None)
-        method = getattr(module, "quant_method", None)
-        owns_weight = weight is not None and weight.numel() > 0
-        if hasattr(module, "cpu_linear") and method is not None and owns_weight:
-            method.process_weights_after_loading(module)
+        return weight is not None and weight.numel() > 0
+
+    return [m for m in model.modules() if hasattr(m, "cpu_linear") and owns_weight(m)]

@@ -1,0 +1,34 @@
+"""SIGKILL of one worker while the job runs: the job heals, and the accounts still balance."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import chaos_jobs as jobs
+import pytest
+from test_interrupt import wait_for
+from test_kill_driver import SHAPE, check_lineage
+
+
+def worker_of(job: jobs.Job, role: str) -> jobs.psutil.Process:
+    """The process that writes the role's log."""
+    for process in job.processes():
+        names = {Path(file.path).name for file in process.open_files()}
+        if f"{role}-0.log" in names and "dask worker" in " ".join(process.cmdline()):
+            return process
+    raise AssertionError(f"no {role} worker among {job.processes()}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("role", ["rollout", "trainer", "control"])
+def test_a_killed_worker_is_replaced_and_the_job_ends_whole(tmp_path: Path, role: str) -> None:
+    root, tag = tmp_path / "job", uuid.uuid4().hex
+    root.mkdir()
+    job = jobs.start(root, tag, *SHAPE)
+    wait_for(root, "grpo (2/2)  step 2", 240)
+    worker_of(job, role).kill()
+    assert job.process.wait(timeout=300) == 0, jobs.output(root)[-3000:]
+    assert job.wait_gone() == []
+    check_lineage(jobs.stage_dir(root, "grpo"))
