@@ -22,20 +22,23 @@ END_S = 20.0  # a killed driver's processes are gone by then
 
 @dataclass
 class Job:
-    """One run of the command line; every process it starts carries ``tag``."""
+    """One run of the command line."""
 
     process: subprocess.Popen[str]
-    tag: str
 
     def processes(self) -> list[psutil.Process]:
-        """Living processes of this job (the driver included)."""
+        """Living processes of this job (the driver included).
+
+        Found by their session, which the driver leads: neither a new process group nor a
+        changed title hides one.
+        """
         found = []
         for process in psutil.process_iter():
             try:
                 alive = process.status() != psutil.STATUS_ZOMBIE
-                if alive and process.environ().get("TRINITY_TEST_TAG") == self.tag:
+                if alive and os.getsid(process.pid) == self.process.pid:
                     found.append(process)
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
+            except (psutil.NoSuchProcess, ProcessLookupError):
                 continue
         return found
 
@@ -49,13 +52,13 @@ class Job:
             process.kill()
 
 
-def start(root: Path, tag: str, *overrides: str) -> Job:
+def start(root: Path, *overrides: str) -> Job:
     """``python -m trinity_dask run`` of the miniature job under ``root``."""
     command = [
         sys.executable, "-m", "trinity_dask", "run", "+experiment=sort_digits_tiny",
         "engine=torch", f"checkpoint_root_dir={root}", "monitor.progress=plain", *overrides,
     ]  # fmt: skip
-    environment = {**os.environ, "TRINITY_TEST_TAG": tag, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with open(root.with_name(root.name + ".out"), "a", encoding="utf-8") as output:
         process = subprocess.Popen(
             command,
@@ -65,7 +68,7 @@ def start(root: Path, tag: str, *overrides: str) -> Job:
             start_new_session=True,
             text=True,
         )
-    return Job(process, tag)
+    return Job(process)
 
 
 def output(root: Path) -> str:

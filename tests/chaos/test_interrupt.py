@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from pathlib import Path
 
 import chaos_jobs as jobs
@@ -22,9 +21,9 @@ def wait_for(root: Path, text: str, timeout_s: float) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_ctrl_c_saves_exits_130_and_resumes(tmp_path: Path) -> None:
-    root, tag = tmp_path / "job", uuid.uuid4().hex
+    root = tmp_path / "job"
     root.mkdir()
-    job = jobs.start(root, tag, *SHAPE)
+    job = jobs.start(root, *SHAPE)
     wait_for(root, "grpo (2/2)  step 2", 240)
     jobs.interrupt(job)
     assert job.process.wait(timeout=90) == 130, jobs.output(root)[-3000:]
@@ -33,7 +32,7 @@ def test_ctrl_c_saves_exits_130_and_resumes(tmp_path: Path) -> None:
     assert saved["step"] >= 2
     assert "Traceback" not in jobs.output(root)
 
-    again = jobs.start(root, tag, *SHAPE)
+    again = jobs.start(root, *SHAPE)
     assert again.process.wait(timeout=240) == 0, jobs.output(root)[-3000:]
     assert again.wait_gone() == []
     check_lineage(jobs.stage_dir(root, "grpo"))

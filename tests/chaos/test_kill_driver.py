@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import subprocess
-import uuid
 from pathlib import Path
 
 import chaos_jobs as jobs
@@ -18,11 +17,11 @@ SHAPE = [f"stages.1.buffer.total_steps={STEPS}", f"stages.1.trainer.total_steps=
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_ten_kills_at_random_moments_lose_and_repeat_nothing(tmp_path: Path) -> None:
-    root, tag, dice = tmp_path / "job", uuid.uuid4().hex, random.Random(20240229)
+    root, dice = tmp_path / "job", random.Random(20240229)
     root.mkdir()
     killed = 0
     for _ in range(KILLS):
-        job = jobs.start(root, tag, *SHAPE, "stages.1.trainer.save_interval=2")
+        job = jobs.start(root, *SHAPE, "stages.1.trainer.save_interval=2")
         try:
             job.process.wait(timeout=dice.uniform(3.0, 30.0))
             break  # the job ended before its kill
@@ -31,7 +30,7 @@ def test_ten_kills_at_random_moments_lose_and_repeat_nothing(tmp_path: Path) -> 
             job.process.wait()
             killed += 1
         assert job.wait_gone() == [], "processes outlived the killed driver"
-    final = jobs.start(root, tag, *SHAPE, "stages.1.trainer.save_interval=2")
+    final = jobs.start(root, *SHAPE, "stages.1.trainer.save_interval=2")
     assert final.process.wait(timeout=400) == 0, jobs.output(root)[-3000:]
     assert final.wait_gone() == []
     assert killed >= 3, "the job is too short for this test"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from pathlib import Path
 
 import chaos_jobs as jobs
@@ -24,9 +23,9 @@ def worker_of(job: jobs.Job, role: str) -> jobs.psutil.Process:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("role", ["rollout", "trainer", "control"])
 def test_a_killed_worker_is_replaced_and_the_job_ends_whole(tmp_path: Path, role: str) -> None:
-    root, tag = tmp_path / "job", uuid.uuid4().hex
+    root = tmp_path / "job"
     root.mkdir()
-    job = jobs.start(root, tag, *SHAPE)
+    job = jobs.start(root, *SHAPE)
     wait_for(root, "grpo (2/2)  step 2", 240)
     worker_of(job, role).kill()
     assert job.process.wait(timeout=300) == 0, jobs.output(root)[-3000:]

@@ -143,8 +143,11 @@ class StageRunner:
         )
         stack.push_async_callback(asyncio.to_thread, transport.remove_files)
         stack.push_async_callback(_bounded, transport.teardown, "weight group")
+        assert self.trainer is not None
         buffer, rows = self.buffer, self.cfg.buffer.train_batch_size
-        self.synchronizer.attach(self.pool, transport, lambda: buffer.has_lease(rows))
+        self.synchronizer.attach(
+            self.pool, transport, lambda: buffer.has_lease(rows), self.trainer.ensure_ranks
+        )
 
     async def _start_engines(self) -> None:
         assert self.pool is not None

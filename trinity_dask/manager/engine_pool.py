@@ -20,7 +20,7 @@ from trinity_dask.cluster.actors import (
     recreate_actor,
     release_actor,
 )
-from trinity_dask.cluster.rpc import ActorHandle, rpc
+from trinity_dask.cluster.rpc import ActorHandle, ActorLost, rpc
 from trinity_dask.manager.weight_group import Member
 from trinity_dask.models.engine_actor import EngineActor
 from trinity_dask.models.protocol import EngineSpec
@@ -29,6 +29,7 @@ log = logging.getLogger("trinity_dask.engines")
 
 CREATE_TIMEOUT_S = 120.0
 CLOSE_TIMEOUT_S = 20.0
+LOOK_TIMEOUT_S = 30.0
 
 
 class EngineFailed(RuntimeError):
@@ -67,6 +68,7 @@ class EnginePool:
         self._engines: dict[str, _Engine] = {}
         self._changed = asyncio.Condition()
         self._rebuilds: set[asyncio.Task[None]] = set()
+        self._rebuilding: set[str] = set()
         self._failure: BaseException | None = None
         self._closing = False
 
@@ -176,12 +178,24 @@ class EnginePool:
         raise self._failure
 
     # supervision ----------------------------------------------------------------------
+    async def look_for_lost(self) -> None:
+        """Ask every engine whether it is there, instead of waiting for the scheduler's word."""
+        await asyncio.gather(*(self._look(engine) for engine in self._engines.values()))
+
+    async def _look(self, engine: _Engine) -> None:
+        try:
+            await rpc(engine.ref.handle, "describe", timeout=LOOK_TIMEOUT_S)
+        except ActorLost:
+            self._lost(engine)
+
     def _watch(self, engine: _Engine) -> None:
         on_lost(engine.ref, lambda *_: self._lost(engine))
 
     def _lost(self, engine: _Engine) -> None:
-        if self._closing:
+        slot = engine.spec.slot
+        if self._closing or slot in self._rebuilding:
             return
+        self._rebuilding.add(slot)
         engine.ready = False
         log.warning("engine %s was lost with its worker; re-creating it", engine.spec.slot)
         task = asyncio.get_running_loop().create_task(self._rebuild(engine))
@@ -194,6 +208,7 @@ class EnginePool:
             self._failure = EngineFailed(f"engine {engine.spec.slot} is lost: {error}")
             self._failure.__cause__ = error
         finally:
+            self._rebuilding.discard(engine.spec.slot)
             self._rebuilds.discard(asyncio.current_task())
             await self._notify()
 

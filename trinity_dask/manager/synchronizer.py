@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from trinity_dask.cluster.rpc import ActorHandle
 from trinity_dask.config.schema import SynchronizerConfig
 from trinity_dask.manager.engine_pool import EnginePool
-from trinity_dask.manager.sync_state import SyncState
+from trinity_dask.manager.sync_state import SyncState, TrainerStatus
 from trinity_dask.manager.weight_transport import WeightMismatch, WeightTransport
 
 log = logging.getLogger("trinity_dask.synchronizer")
 
-TRANSFER_ATTEMPTS = 2
+TRANSFER_ATTEMPTS = 3
 
 
 class Synchronizer:
@@ -44,6 +44,7 @@ class Synchronizer:
         self._transfers = 0
         self._moving: asyncio.Lock | None = None
         self._rows_available: Callable[[], bool] = lambda: False
+        self._ensure_trainer: Callable[[], Awaitable[None]] = _nothing
 
     # set-up ---------------------------------------------------------------------------
     def attach(
@@ -51,10 +52,13 @@ class Synchronizer:
         pool: EnginePool,
         transport: WeightTransport,
         rows_available: Callable[[], bool] = lambda: False,
+        ensure_trainer: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """``rows_available()`` says whether the buffer could serve the next train step."""
+        """``rows_available()`` says whether the buffer could serve the next train step;
+        ``ensure_trainer()`` brings back trainer ranks that died while they were waiting."""
         self._pool, self._transport = pool, transport
         self._rows_available = rows_available
+        self._ensure_trainer = ensure_trainer or _nothing
         pool.on_reborn = self._bring_current_weights
 
     def set_trainer_rank0(self, handle: ActorHandle) -> None:
@@ -158,6 +162,14 @@ class Synchronizer:
                 if attempt == TRANSFER_ATTEMPTS:
                     raise
                 log.warning("sending version %d failed (%s); once more", version, error)
+                await self._revive()
+
+    async def _revive(self) -> None:
+        """Notice who died in a transfer now: the next attempt needs everyone."""
+        assert self._pool is not None
+        await self._pool.look_for_lost()
+        if self.state.trainer is not TrainerStatus.RUNNING:
+            await self._ensure_trainer()
 
     async def _send(self, version: int, slots: list[str]) -> None:
         assert self._transport is not None
@@ -248,3 +260,7 @@ class Synchronizer:
             "progress": s.progress,
             "transfers": self._transfers,
         }
+
+
+async def _nothing() -> None:
+    """No trainer to look after."""

@@ -41,6 +41,8 @@ WORKER = "trinity_dask.models.vllm_worker.WeightWorker"
 BACKEND = "trinity"
 FINISH_REASONS = {"stop": FINISH_STOP, "length": FINISH_LENGTH}
 SHUTDOWN_TIMEOUT_S = 10.0
+# vLLM's process releases everything in less, and would then take seconds to leave Python
+CPU_EXIT_S = 2.0
 
 # on a CPU: one child process instead of two, and no compilation at start-up
 CPU_ENVIRONMENT = {
@@ -140,7 +142,7 @@ class VLLMEngine:
     async def _shutdown(self) -> None:
         # blocks vLLM's own loop, so that its output handler does not see the engine go
         llm, self._llm = self._llm, None
-        llm.shutdown()
+        llm.shutdown(timeout=CPU_EXIT_S if self.spec.device == "cpu" else None)
 
     # requests ---------------------------------------------------------------------------
     async def generate(

@@ -28,6 +28,7 @@ log = logging.getLogger("trinity_dask.trainer")
 T = TypeVar("T")
 
 TRUNCATED_ALARM = 0.5
+CHECK_TIMEOUT_S = 30.0
 
 
 class NoUsableRows(RuntimeError):
@@ -81,6 +82,7 @@ class Trainer:
         self._waited_s = 0.0
         self._warned: set[str] = set()
         self._stop = False
+        self._healing = asyncio.Lock()
 
     # queries ----------------------------------------------------------------------------
     @property
@@ -295,10 +297,23 @@ class Trainer:
 
     async def _heal_quietly(self) -> None:
         """Rebuild ranks that were lost while nothing was asked of them."""
-        for rank in self.pool.lost[:1]:
-            await self._heal(ActorLost(self.pool.handles[rank], "waiting for rows"))
+        async with self._healing:
+            for rank in self.pool.lost[:1]:
+                await self._rebuild(ActorLost(self.pool.handles[rank], "waiting for rows"))
+
+    async def ensure_ranks(self) -> None:
+        """Rebuild ranks that are lost while the loop stands still (a transfer failed)."""
+        async with self._healing:
+            try:
+                await self.pool.call_all("free_port", timeout_s=CHECK_TIMEOUT_S)
+            except ActorLost as error:
+                await self._rebuild(error)
 
     async def _heal(self, cause: Exception) -> None:
+        async with self._healing:
+            await self._rebuild(cause)
+
+    async def _rebuild(self, cause: Exception) -> None:
         while True:
             log.warning("%s; rebuilding the trainer ranks from %s", cause, self._checkpoint)
             await self.pool.rebuild(self.cfg.model.model_path, self._checkpoint, cause)
