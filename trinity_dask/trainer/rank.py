@@ -222,14 +222,20 @@ class TrainerRank:
         """Join generation ``spec.generation`` as rank 0; serves its store."""
 
         def join() -> None:
-            self._now.weights = None
+            self._leave_weight_group()
             self._now.weights = make_group(spec, 0, is_master=True, device=self.device)
 
         await self._run(join)
 
     async def close_weight_group(self) -> None:
         if self._loaded is not None:
-            self._loaded.weights = None
+            await self._run(self._leave_weight_group)
+
+    def _leave_weight_group(self) -> None:
+        """Closed, not only dropped: engines that wait in the group then fail at once."""
+        group, self._now.weights = self._now.weights, None
+        if group is not None:
+            group.close()
 
     async def send_weights(self, update: WeightUpdate) -> WeightReceipt:
         """Broadcast the current weights to the open weight group."""
