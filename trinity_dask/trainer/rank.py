@@ -229,7 +229,8 @@ class TrainerRank:
 
     async def close_weight_group(self) -> None:
         if self._loaded is not None:
-            await self._run(self._leave_weight_group)
+            # not on the compute thread: it may be inside the transfer that this ends
+            await asyncio.to_thread(self._leave_weight_group)
 
     def _leave_weight_group(self) -> None:
         """Closed, not only dropped: engines that wait in the group then fail at once."""
