@@ -81,7 +81,7 @@ class WandbSink:
 
     def log_table(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
         columns: list[Any] = list(dict.fromkeys(key for row in rows for key in row))
-        data = [[_cell(row.get(column)) for column in columns] for row in rows]
+        data: list[Any] = [[_cell(row.get(column)) for column in columns] for row in rows]
         self._run.log({"step": step, name: self._table(columns=columns, data=data)})
 
     def close(self) -> None:
