@@ -21,15 +21,17 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from trinity_dask.cli.help import help_text
-from trinity_dask.cli.names import check_names
 from trinity_dask.cli.record import job_label, record_overrides
 from trinity_dask.cli.score import final_score
 from trinity_dask.config.compose import VERSION_BASE, compose_tree, finish, register_schema
 from trinity_dask.config.errors import ConfigError
 from trinity_dask.config.explain import HYDRA_ERRORS, explain
+from trinity_dask.config.job_dir import is_finished
 from trinity_dask.config.overrides import single_values
 from trinity_dask.config.paths import conf_dir
 from trinity_dask.config.schema import Config
+from trinity_dask.launcher.job_lock import is_locked
+from trinity_dask.run.names import check_names
 
 PROGRAM = "trinity-dask run"
 EXIT_INTERRUPTED = 130
@@ -55,7 +57,10 @@ class Session:
         config, warnings = finish(tree, overrides, label)
         for message in warnings:
             print(f"warning: {message}", file=sys.stderr)
-        record_overrides(str(config.job_dir), tree, HydraConfig.get(), overrides)
+        stages = len(config.stages) or 1
+        if not (is_locked(str(config.job_dir)) or is_finished(str(config.job_dir), stages)):
+            # a job that runs or has run keeps the record of its own command
+            record_overrides(str(config.job_dir), tree, HydraConfig.get(), overrides)
         self._end_job(_run(config, overrides), label)
         return final_score(str(config.job_dir))
 

@@ -6,6 +6,7 @@ Invariant: the scheduler installs them in every worker, also in one that is born
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 from distributed import Client, Worker, WorkerPlugin
@@ -70,4 +71,5 @@ def register_plugins(client: Client) -> None:
 
 def unregister_plugins(client: Client) -> None:
     for plugin in (CancelRunning, ProcessGuard):
-        client.unregister_worker_plugin(plugin.name)
+        with suppress(ValueError):  # another run has taken it away already
+            client.unregister_worker_plugin(plugin.name)

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from trinity_dask.experience import RESPONSE_TRUNCATED
+from trinity_dask.experience import PROMPT_TRUNCATED, RESPONSE_TRUNCATED
 
 
 def row_statistics(table: pa.Table, prefix: str = "rollout") -> dict[str, float]:
@@ -22,6 +22,7 @@ def row_statistics(table: pa.Table, prefix: str = "rollout") -> dict[str, float]
     prompts = _numpy(table["prompt_length"])
     responses = _numpy(pc.list_value_length(table["tokens"])) - prompts
     truncated = pc.equal(table["truncate_status"], RESPONSE_TRUNCATED).fill_null(False)
+    too_long = pc.equal(table["truncate_status"], PROMPT_TRUNCATED).fill_null(False)
     rewards = _numpy(table["reward"].drop_null())
     found = {
         "prompt_length/mean": prompts.mean(),
@@ -30,6 +31,7 @@ def row_statistics(table: pa.Table, prefix: str = "rollout") -> dict[str, float]
         "response_length/max": responses.max(),
         "response_tokens": responses.sum(),
         "truncated_share": pc.mean(truncated).as_py(),
+        "prompt_truncated_share": pc.mean(too_long).as_py(),
         "reward/std": rewards.std() if len(rewards) else 0.0,
     }
     return {f"{prefix}/{name}": float(value) for name, value in found.items()}

@@ -238,7 +238,17 @@ class RolloutCoordinator:
                 f"filtered {filtered}"
             )
         _warn_truncated(statistics)
+        self._require_prompts(statistics)
         return table, {**metrics, **statistics}, filtered
+
+    def _require_prompts(self, statistics: dict[str, float]) -> None:
+        """A batch in which no prompt fitted has nothing to learn from, and neither has the next."""
+        if statistics.get("rollout/prompt_truncated_share") == 1.0:
+            raise BatchFailed(
+                "every prompt of the batch is longer than model.max_prompt_tokens = "
+                f"{self.cfg.model.max_prompt_tokens}, so nothing was sampled; raise it (and "
+                "model.max_model_len), or shorten the prompts or the workflow's system prompt"
+            )
 
     async def process_experiences(self, payloads: Sequence[bytes]) -> dict[str, float]:
         """Put payloads through the pipeline without a batch; its metrics."""

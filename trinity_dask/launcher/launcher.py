@@ -28,10 +28,17 @@ log = logging.getLogger("trinity_dask.launcher")
 class Launcher:
     """Runs ``stages`` (each a validated config) under the lock of ``base_dir``."""
 
-    def __init__(self, stages: list[Config], base_dir: str, run_id: str) -> None:
+    def __init__(
+        self,
+        stages: list[Config],
+        base_dir: str,
+        run_id: str,
+        driver: Optional[dict[str, Any]] = None,
+    ) -> None:
         self.stages = stages
         self.base_dir = base_dir
         self.run_id = run_id
+        self.driver = driver
         self.state = StateManager(base_dir)
         self._board: Optional[StatusBoard] = None
         self._task: Optional[asyncio.Task[None]] = None
@@ -69,32 +76,27 @@ class Launcher:
     async def _run(self) -> None:
         assert self._board is not None
         try:
-            async with JobLock(self.base_dir):
-                message = await self._run_stages()
+            async with JobLock(self.base_dir, holder=self.driver):
+                await self._run_stages()
                 await self._draw_curves()
             final = "interrupted" if self._stop_reason else "done"
-            await self._board.update(state=final, message=self._stop_reason or message)
+            await self._board.update(state=final, message=self._stop_reason or "")
         except BaseException as error:
             log.error("the run failed:\n%s", traceback.format_exc())
             await self._board.update(state="failed", message=describe(error))
             if not isinstance(error, Exception):
                 raise
 
-    async def _run_stages(self) -> str:
-        """Run what is left of the job; returns what to tell its user at the end."""
+    async def _run_stages(self) -> None:
         first = self._first_stage()
-        if first >= len(self.stages):
-            return (
-                f"{self.base_dir} is finished already; give another name, or "
-                f"continue_from_checkpoint=false, to run it again"
-            )
+        if first < len(self.stages):
+            await self._check_inputs()
         for index in range(first, len(self.stages)):
             if self._stop_reason:
                 break
             await self._run_stage(index)
             if not self._stop_reason:
                 self.state.save_stage(index, finished=True)
-        return ""
 
     async def _draw_curves(self) -> None:
         if not self.stages[0].monitor.curves:
@@ -119,8 +121,11 @@ class Launcher:
             stage=stage.stage_name or stage.name,
             stage_index=index,
             mode=stage.mode,
+            step=None,
+            total_steps=stage.trainer.total_steps or stage.buffer.total_steps,
+            tokens_per_s=None,
+            message="",
         )
-        await self._prepare_data(stage)
         previous = self.stages[index - 1] if index else None
         stage_runner = await asyncio.to_thread(_stage_runner)
         self._stage = stage_runner(stage, self._board, self.run_id, previous)
@@ -130,14 +135,21 @@ class Launcher:
         finally:
             self._stage = None
 
-    async def _prepare_data(self, stage: Config) -> None:
-        """The preset's own preparation: data sets and models that are made, not fetched."""
-        if stage.prepare:
-            assert self._board is not None
-            await self._board.update(message=f"preparing data ({stage.prepare})")
-            prepare = load_callable(stage.prepare)
-            await asyncio.to_thread(prepare, stage, **stage.prepare_args)
-            await self._board.update(message="")
+    async def _check_inputs(self) -> None:
+        """Make what presets make themselves, then look at every stage's tasks: a missing
+        column of the last stage must not wait until the first one is trained."""
+        assert self._board is not None
+        for stage in self.stages:
+            if stage.prepare:
+                await self._board.update(
+                    state="running", message=f"preparing data ({stage.prepare})"
+                )
+                prepare = load_callable(stage.prepare)
+                await asyncio.to_thread(prepare, stage, **stage.prepare_args)
+        for stage in self.stages:
+            if stage.mode != "train":
+                await asyncio.to_thread(_read_tasks, stage)
+        await self._board.update(message="")
 
     async def close(self) -> None:
         """Cancel what runs (bounded); used when the driver cannot wait any longer."""
@@ -145,6 +157,13 @@ class Launcher:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait_for(self._task, 30.0)
+
+
+def _read_tasks(stage: Config) -> None:
+    """Open the tasksets of a stage. Raises DataError naming file, row and column."""
+    from trinity_dask.explorer.taskset_reader import TasksetReader
+
+    TasksetReader(stage)
 
 
 def _stage_runner() -> type[StageRunner]:

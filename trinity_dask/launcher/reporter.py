@@ -1,8 +1,8 @@
 """Keeps the status board up to date while a stage runs, and the accounts under watch.
 
 Invariant: a status shows numbers of one moment of the parts themselves (nothing is counted
-here), and an imbalance of the accounts seen twice in a row stops the stage: one look may
-fall between two steps of a commit, two looks at the same numbers do not.
+here), and accounts that stay out of balance stop the stage: one look may fall between two
+steps of a commit, but numbers that are wrong and do not move for ten seconds are a loss.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 from typing import TYPE_CHECKING, Any, Optional
 
 from trinity_dask.launcher.status import StatusBoard
+from trinity_dask.manager.accounts import Accounts, AccountsError
 
 if TYPE_CHECKING:
     from trinity_dask.launcher.stage import StageRunner
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("trinity_dask.stage")
 
 PERIOD_S = 0.5
+IMBALANCE_S = 10.0
 
 
 class Reporter:
@@ -29,6 +31,13 @@ class Reporter:
         self.stage = stage
         self.board = board
         self._task: Optional[asyncio.Task[None]] = None
+        self._unbalanced: Optional[Accounts] = None
+        self._unbalanced_since = 0.0
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def wait_failed(self) -> None:
+        """Wait until the accounts are wrong for good, then raise. Never returns otherwise."""
+        await asyncio.shield(self._failed)
 
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._loop())
@@ -49,6 +58,19 @@ class Reporter:
 
     async def refresh(self) -> None:
         await self.board.update(**await self.snapshot())
+        accounts = await self.stage.accounts()
+        if accounts is not None:
+            await self.board.update(accounts=accounts.as_dict())
+            self._watch(accounts)
+
+    def _watch(self, accounts: Accounts) -> None:
+        now = asyncio.get_running_loop().time()
+        if not accounts.errors():
+            self._unbalanced = None
+        elif accounts != self._unbalanced:
+            self._unbalanced, self._unbalanced_since = accounts, now
+        elif now - self._unbalanced_since > IMBALANCE_S and not self._failed.done():
+            self._failed.set_exception(AccountsError("; ".join(accounts.errors())))
 
     async def snapshot(self) -> dict[str, Any]:
         """The status keys of the moment (see docs/architecture.md)."""

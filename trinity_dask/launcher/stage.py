@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Collection
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -68,7 +69,7 @@ class StageRunner:
             reporter = Reporter(self, self.board)
             stack.push_async_callback(reporter.close)
             reporter.start()
-            await self._run_parts()
+            await self._run_parts(reporter)
             await reporter.refresh()
             await self._check_accounts()
 
@@ -180,7 +181,7 @@ class StageRunner:
         return group.n_workers * int(group.nthreads or 1)
 
     # running -------------------------------------------------------------------------
-    async def _run_parts(self) -> None:
+    async def _run_parts(self, reporter: Reporter) -> None:
         assert self.trainer is not None
         await self.board.update(message="")
         if self._stopping:
@@ -189,10 +190,13 @@ class StageRunner:
             await self.trainer.train()
             return
         assert self.pool is not None
-        guard = asyncio.ensure_future(self.pool.wait_failed())
+        guards = {
+            asyncio.ensure_future(self.pool.wait_failed()),
+            asyncio.ensure_future(reporter.wait_failed()),
+        }
         train = asyncio.ensure_future(self._train())
         explore = asyncio.ensure_future(self.explorer.explore())
-        await _until_done({train, explore}, guard)
+        await _until_done({train, explore}, guards)
 
     async def _train(self) -> None:
         assert self.trainer is not None
@@ -232,17 +236,20 @@ async def _all(*coroutines: Any) -> None:
             group.create_task(coroutine)
 
 
-async def _until_done(parts: set[asyncio.Future[Any]], guard: asyncio.Future[Any]) -> None:
-    """Wait for all ``parts``; the first error (theirs or the guard's) cancels the rest."""
-    waiting = {*parts, guard}
+async def _until_done(
+    parts: Collection[asyncio.Future[Any]], guards: Collection[asyncio.Future[Any]]
+) -> None:
+    """Wait for all ``parts``; the first error (theirs or a guard's) cancels the rest."""
+    everything = {*parts, *guards}
+    waiting = everything
     try:
-        while parts & waiting:
+        while waiting.intersection(parts):
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for part in done:
                 part.result()
     finally:
-        for part in (*parts, guard):
+        for part in everything:
             part.cancel()
-        for part in (*parts, guard):
+        for part in everything:
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await part

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Optional
 
-from trinity_dask.config import Config
+from trinity_dask.config import Config, ConfigError
 from trinity_dask.run.session import Run
 
 EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
@@ -75,11 +75,23 @@ def _follow(run: Run, interrupts: _Interrupts, progress: Any) -> dict[str, Any]:
 def _finish(run: Run, status: dict[str, Any], interrupts: _Interrupts) -> int:
     from trinity_dask.monitor.report import build_report, print_report
 
-    print_report(build_report(run.base_dir))
-    code = EXIT_CODES[status["state"]]
+    code = _exit_code(run, status)
+    if status.get("stage") or code == EXIT_DONE:  # a run that never began has nothing to show
+        print_report(build_report(run.base_dir))
+    if status.get("accounts"):
+        print("accounts: " + ", ".join(f"{k} {v}" for k, v in status["accounts"].items()))
+    if code == EXIT_DONE and status.get("message"):
+        print(status["message"])
     if code == EXIT_FAILED and interrupts.count:
         code = EXIT_INTERRUPTED
-    if code == EXIT_FAILED:
+    if code not in (EXIT_DONE, EXIT_INTERRUPTED):
         print(f"error: {status.get('message')}", file=sys.stderr)
-        print(f"logs: {run.stages[0].job_dir}/log; the same command resumes", file=sys.stderr)
+    if code == EXIT_FAILED and status.get("stage"):
+        print(f"logs: {run.base_dir}/log; the same command resumes", file=sys.stderr)
     return code
+
+
+def _exit_code(run: Run, status: dict[str, Any]) -> int:
+    if isinstance(run.error, ConfigError):
+        return ConfigError.exit_code
+    return EXIT_CODES[status["state"]]

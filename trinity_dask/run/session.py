@@ -7,6 +7,8 @@ way a run can end (done, failed, interrupted, cluster lost) ends ``wait`` with t
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import threading
 import time
 import uuid
@@ -18,8 +20,11 @@ from trinity_dask.cluster.build import RunCluster, open_cluster
 from trinity_dask.cluster.rpc import ActorHandle, ActorLost, call
 from trinity_dask.cluster.slots import CONTROL
 from trinity_dask.config import Config, resolve, split_stages, validate
+from trinity_dask.launcher.job_lock import wait_unlocked
+from trinity_dask.launcher.job_state import finished_message
 from trinity_dask.launcher.launcher import Launcher
 from trinity_dask.launcher.status import FINAL_STATES
+from trinity_dask.run.names import check_names
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -39,6 +44,10 @@ class RunFailed(RuntimeError):
     """The run ended in state ``failed``; the message is the run's own."""
 
 
+class ClusterBusy(RuntimeError):
+    """Another live run holds the cluster; slot labels are the cluster's, not a run's."""
+
+
 class Run:
     """One job: its stages on a cluster.
 
@@ -49,6 +58,7 @@ class Run:
     def __init__(self, cfg: Config | Any, client: Optional[Client] = None) -> None:
         self.cfg = resolve(cfg)
         validate(self.cfg)
+        check_names(self.cfg)
         self.stages = split_stages(self.cfg)
         self.run_id = f"{self.cfg.name}-{uuid.uuid4().hex[:6]}"
         self.base_dir = str(self.cfg.job_dir)
@@ -64,6 +74,7 @@ class Run:
         self._ended = threading.Event()
         self._changed = threading.Condition()
         self._stop_reason: Optional[str] = None
+        self.error: Optional[BaseException] = None  # why it could not be started
 
     # life ----------------------------------------------------------------------------
     def start(self) -> Run:
@@ -176,6 +187,7 @@ class Run:
         run = cls(entry["config"], client)
         run.run_id, run._owner = entry["run_id"], False
         run._handle = entry["handle"]
+        run._set(**run._call("status", 0, 0.0))
         run._thread = threading.Thread(target=run._watch_guarded, name="trinity-watch", daemon=True)
         run._thread.start()
         return run
@@ -183,14 +195,27 @@ class Run:
     # background thread -----------------------------------------------------------------
     def _drive(self) -> None:
         try:
-            self._set(message="starting the cluster")
-            self._cluster = open_cluster(self.cfg, self._given_client)
-            self._client = self._cluster.client
+            finished = finished_message(self.base_dir, self.stages)
+            if finished is not None:
+                self._end("done", finished)
+                return
+            self._open()
             self._launch()
         except BaseException as error:
+            self.error = error
             self._end("failed", f"{type(error).__name__}: {error}")
             return
         self._watch_guarded()
+
+    def _open(self) -> None:
+        wait_unlocked(self.base_dir)
+        if self._given_client is not None:
+            _require_free(self._given_client)
+        self._set(message="starting the cluster")
+        self._cluster = open_cluster(self.cfg, self._given_client)
+        self._client = self._cluster.client
+        if self._given_client is None and self.cfg.cluster.type == "address":
+            _require_free(self._client)
 
     def _launch(self) -> None:
         assert self._client is not None
@@ -200,6 +225,7 @@ class Run:
             self.stages,
             self.base_dir,
             self.run_id,
+            {"host": socket.gethostname(), "pid": os.getpid()},
             slot=CONTROL,
             key=f"{self.run_id}-launcher-{self._relaunches}",
             timeout=START_TIMEOUT_S,
@@ -265,6 +291,8 @@ class Run:
             self._changed.notify_all()
 
     def _end(self, state: str, message: str) -> None:
+        if self._given_client is not None and self._owner and self._cluster is not None:
+            self._release()  # a cluster that is not ours is given back as soon as we are done
         self._set(state=state, message=message, version=int(self._status["version"]) + 1)
         with self._changed:
             self._ended.set()
@@ -288,6 +316,20 @@ class Run:
             stop_actor(self._ref)
         except Exception as error:
             log.info("the run's entry was not removed from the scheduler: %s", error)
+
+
+def _require_free(client: Client) -> None:
+    """Raise :class:`ClusterBusy` when a live run is on the cluster; forget dead ones."""
+    for entry in _published(client):
+        try:
+            status = call(client, entry["handle"], "status", timeout=CALL_TIMEOUT_S)
+        except (ActorLost, TimeoutError):
+            status = {"state": "failed"}
+        if status["state"] not in FINAL_STATES:
+            raise ClusterBusy(
+                f"run {entry['run_id']} is live on this cluster ({status['state']}); wait for "
+                "it, stop it (Run.attach(...).stop()), or use another cluster"
+            )
 
 
 def _published(client: Client) -> list[dict[str, Any]]:

@@ -1,0 +1,58 @@
+"""What a job directory says before anything is started: finished, or still to run.
+
+Invariant: read only. A finished job is only taken for the wanted one when it was run with
+the wanted configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from trinity_dask.config import Config, ConfigError, from_yaml
+from trinity_dask.config.job_dir import is_finished
+
+# may differ between two runs of the same job: where it runs, what it shows, where a stage
+# takes its start model from
+_FREE = ("cluster.", "monitor.", "continue_from_checkpoint", "rerun_finished", "model.model_path")
+
+
+def finished_message(job_dir: str, stages: list[Config]) -> str | None:
+    """What to tell the user when the job is finished already; None when it is not.
+
+    Raises:
+        ConfigError: it was finished with another configuration (names the keys).
+    """
+    if not stages[0].continue_from_checkpoint or not is_finished(job_dir, len(stages)):
+        return None
+    changed = sorted({key for stage in stages for key in _changed(stage)})
+    if changed:
+        raise ConfigError(
+            f"{job_dir} is finished, with another configuration (different: "
+            f"{', '.join(changed[:8])}); give this one another name=, or "
+            f"continue_from_checkpoint=false to start it beside the old one"
+        )
+    return (
+        f"{job_dir} is finished already; give another name, or continue_from_checkpoint=false, "
+        "to run it again"
+    )
+
+
+def _changed(stage: Config) -> Iterator[str]:
+    saved = Path(str(stage.job_dir)) / "config.yaml"
+    if not saved.is_file():
+        return
+    before, now = (dict(_flat(asdict(c))) for c in (from_yaml(saved), stage))
+    for key in before.keys() | now.keys():
+        if before.get(key) != now.get(key) and not key.startswith(_FREE):
+            yield key
+
+
+def _flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(values, dict) and values:
+        for key, value in values.items():
+            yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, values
