@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,20 @@ def output(root: Path) -> str:
     return root.with_name(root.name + ".out").read_text(encoding="utf-8")
 
 
+def wait_for_step(job: Job, root: Path, step: int, timeout_s: float = 240.0) -> None:
+    """Until stage 2 has printed ``step`` or a later one (not every step gets a line)."""
+    deadline = time.monotonic() + timeout_s
+    while not any(int(s) >= step for s in re.findall(r"grpo \(2/2\)  step (\d+)/", output(root))):
+        assert job.process.poll() is None, f"the job ended first: {output(root)[-2000:]}"
+        assert time.monotonic() < deadline, f"no step {step} in: {output(root)[-2000:]}"
+        time.sleep(0.05)  # the output is a file: it has no wake-up
+
+
+def shape(steps: int) -> list[str]:
+    """Overrides that give stage 2 this many steps."""
+    return [f"stages.1.buffer.total_steps={steps}", f"stages.1.trainer.total_steps={steps}"]
+
+
 def interrupt(job: Job) -> None:
     """Ctrl-C in a terminal: SIGINT to the whole foreground group."""
     os.killpg(job.process.pid, signal.SIGINT)
@@ -103,6 +119,18 @@ def lineage(stage: Path) -> dict[str, Any]:
         "step": state["step"],
         "corrupt": store.verify(),
     }
+
+
+def check_lineage(stage: Path, steps: int) -> None:
+    """Every batch once, every row trained once, every step logged."""
+    found = lineage(stage)
+    assert found["batches"] == list(range(1, steps + 1))
+    assert found["errors"] == []
+    assert found["corrupt"] == []
+    assert found["step"] == steps
+    assert found["committed"] == found["rows_in_files"] == found["trained_rows"]
+    assert len(set(found["suffixes"])) == len(found["suffixes"])
+    assert set(range(1, steps + 1)) <= set(logged_steps(stage, "trainer"))
 
 
 def logged_steps(stage: Path, role: str) -> list[int]:

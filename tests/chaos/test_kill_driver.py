@@ -10,8 +10,7 @@ import chaos_jobs as jobs
 import pytest
 
 KILLS = 10
-STEPS = 8
-SHAPE = [f"stages.1.buffer.total_steps={STEPS}", f"stages.1.trainer.total_steps={STEPS}"]
+STEPS = 24
 
 
 @pytest.mark.slow
@@ -21,7 +20,7 @@ def test_ten_kills_at_random_moments_lose_and_repeat_nothing(tmp_path: Path) -> 
     root.mkdir()
     killed = 0
     for _ in range(KILLS):
-        job = jobs.start(root, *SHAPE, "stages.1.trainer.save_interval=2")
+        job = jobs.start(root, *jobs.shape(STEPS), "stages.1.trainer.save_interval=2")
         try:
             job.process.wait(timeout=dice.uniform(3.0, 30.0))
             break  # the job ended before its kill
@@ -30,19 +29,8 @@ def test_ten_kills_at_random_moments_lose_and_repeat_nothing(tmp_path: Path) -> 
             job.process.wait()
             killed += 1
         assert job.wait_gone() == [], "processes outlived the killed driver"
-    final = jobs.start(root, *SHAPE, "stages.1.trainer.save_interval=2")
+    final = jobs.start(root, *jobs.shape(STEPS), "stages.1.trainer.save_interval=2")
     assert final.process.wait(timeout=400) == 0, jobs.output(root)[-3000:]
     assert final.wait_gone() == []
     assert killed >= 3, "the job is too short for this test"
-    check_lineage(jobs.stage_dir(root, "grpo"))
-
-
-def check_lineage(stage: Path) -> None:
-    found = jobs.lineage(stage)
-    assert found["batches"] == list(range(1, STEPS + 1))
-    assert found["errors"] == []
-    assert found["corrupt"] == []
-    assert found["step"] == STEPS
-    assert found["committed"] == found["rows_in_files"] == found["trained_rows"]
-    assert len(set(found["suffixes"])) == len(found["suffixes"])
-    assert set(range(1, STEPS + 1)) <= set(jobs.logged_steps(stage, "trainer"))
+    jobs.check_lineage(jobs.stage_dir(root, "grpo"), STEPS)

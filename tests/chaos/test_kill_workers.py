@@ -6,8 +6,8 @@ from pathlib import Path
 
 import chaos_jobs as jobs
 import pytest
-from test_interrupt import wait_for
-from test_kill_driver import SHAPE, check_lineage
+
+STEPS = 40
 
 
 def worker_of(job: jobs.Job, role: str) -> jobs.psutil.Process:
@@ -25,9 +25,9 @@ def worker_of(job: jobs.Job, role: str) -> jobs.psutil.Process:
 def test_a_killed_worker_is_replaced_and_the_job_ends_whole(tmp_path: Path, role: str) -> None:
     root = tmp_path / "job"
     root.mkdir()
-    job = jobs.start(root, *SHAPE)
-    wait_for(root, "grpo (2/2)  step 2", 240)
+    job = jobs.start(root, *jobs.shape(STEPS))
+    jobs.wait_for_step(job, root, 2)
     worker_of(job, role).kill()
     assert job.process.wait(timeout=300) == 0, jobs.output(root)[-3000:]
     assert job.wait_gone() == []
-    check_lineage(jobs.stage_dir(root, "grpo"))
+    jobs.check_lineage(jobs.stage_dir(root, "grpo"), STEPS)

@@ -139,3 +139,18 @@ def test_a_foreign_file_in_the_store_stops_the_resumed_run(tmp_path: Path) -> No
     done = run(tmp_path, "name=job")
     assert done.returncode == 1
     assert data.name in done.stderr
+
+
+def test_a_missing_model_is_refused_before_a_cluster_starts(tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"prompt": "sort 1=", "response": "1"}\n')
+    command = [
+        sys.executable, "-m", "trinity_dask", "run", "engine=torch", "model.max_model_len=32",
+        f"checkpoint_root_dir={tmp_path}", f"model.model_path={tmp_path}/nope",
+        f"buffer.explorer_input.taskset.path={tasks}", "buffer.total_steps=1",
+        "buffer.explorer_input.taskset.reward_fn=accuracy_reward",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert f"{tmp_path}/nope" in done.stderr
+    assert not list(tmp_path.rglob("control-0.log"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 import trinity_dask
-from trinity_dask.run import Run
+from trinity_dask.run import Run, RunFailed
 
 STEPS = 4
 
@@ -115,3 +116,10 @@ def test_a_finished_job_is_not_run_again(finished: Run) -> None:
     with Run(finished.cfg) as again:
         assert again.wait(timeout=120)["state"] == "done"
     assert again.status.get("step") is None
+
+
+def test_a_finished_job_with_another_configuration_is_refused(finished: Run) -> None:
+    cfg = copy.deepcopy(finished.cfg)
+    cfg.stages[1]["buffer"]["batch_size"] = 4
+    with pytest.raises(RunFailed, match=r"different: buffer\.batch_size"):
+        Run(cfg).start().wait(timeout=60)

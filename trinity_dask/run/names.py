@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from trinity_dask.config.errors import raise_if
+from trinity_dask.config.errors import ConfigError, raise_if
 from trinity_dask.config.schema import Config, TasksetConfig
 from trinity_dask.config.stages import split_stages
 
@@ -27,6 +27,29 @@ def check_names(config: Config) -> None:
         prefix = f"stage {stage.stage_name!r}: " if stage.stage_name else ""
         problems += [prefix + line for line in _stage_problems(stage)]
     raise_if(list(dict.fromkeys(problems)))
+
+
+def check_start_model(stages: list[Config]) -> None:
+    """Raise :class:`ConfigError` unless the first stage's model is on this machine's disk.
+
+    A preset with ``prepare`` makes its model later; then nothing is checked here.
+    """
+    from trinity_dask.models.checks import check_model_dir, check_vllm_cpu_head_size
+
+    first = stages[0]
+    if first.prepare is not None:
+        return
+    try:
+        check_model_dir(first.model.model_path)
+        if any(_samples_on_cpu_with_vllm(stage) for stage in stages):
+            check_vllm_cpu_head_size(first.model.model_path)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _samples_on_cpu_with_vllm(stage: Config) -> bool:
+    vllm = stage.explorer.rollout_model.engine_type == "vllm"
+    return vllm and stage.mode != "train" and not stage.cluster.rollout.gpus_per_worker
 
 
 def _stage_problems(stage: Config) -> Iterator[str]:

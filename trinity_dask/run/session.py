@@ -24,7 +24,7 @@ from trinity_dask.launcher.job_lock import wait_unlocked
 from trinity_dask.launcher.job_state import finished_message
 from trinity_dask.launcher.launcher import Launcher
 from trinity_dask.launcher.status import FINAL_STATES
-from trinity_dask.run.names import check_names
+from trinity_dask.run.names import check_names, check_start_model
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -209,6 +209,8 @@ class Run:
 
     def _open(self) -> None:
         wait_unlocked(self.base_dir)
+        if self._given_client is None and self.cfg.cluster.type == "local":
+            check_start_model(self.stages)
         if self._given_client is not None:
             _require_free(self._given_client)
         self._set(message="starting the cluster")
