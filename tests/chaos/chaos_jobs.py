@@ -19,6 +19,7 @@ from trinity_dask.buffer.store import ExperienceStore
 from trinity_dask.manager.accounts import BatchAccounts
 from trinity_dask.trainer.checkpoint import latest_complete, read_state
 
+ID = ["batch", "task", "run", "step"]  # the suffix is random and could hide a run done twice
 END_S = 20.0  # a killed driver's processes are gone by then
 
 
@@ -114,7 +115,7 @@ def lineage(stage: Path) -> dict[str, Any]:
         "errors": total.errors("lineage"),
         "committed": total.committed,
         "rows_in_files": sum(t.num_rows for t in rows),
-        "suffixes": [s for t in rows for s in t.column("suffix").to_pylist()],
+        "ids": [tuple(row.values()) for t in rows for row in t.select(ID).to_pylist()],
         "trained_rows": state["trained_rows"],
         "step": state["step"],
         "corrupt": store.verify(),
@@ -129,7 +130,7 @@ def check_lineage(stage: Path, steps: int) -> None:
     assert found["corrupt"] == []
     assert found["step"] == steps
     assert found["committed"] == found["rows_in_files"] == found["trained_rows"]
-    assert len(set(found["suffixes"])) == len(found["suffixes"])
+    assert len(set(found["ids"])) == len(found["ids"])
     assert set(range(1, steps + 1)) <= set(logged_steps(stage, "trainer"))
 
 
