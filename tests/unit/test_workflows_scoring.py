@@ -141,7 +141,23 @@ def test_a_thread_call_passes_results_and_errors():
         assert await run_in_thread(lambda x: x + 1, 1) == 2
         with pytest.raises(RuntimeError, match="StopIteration"):
             await run_in_thread(lambda: next(iter([])))
-        with pytest.raises(SystemExit):
+        with pytest.raises(RuntimeError, match="SystemExit"):  # it would end the worker
             await run_in_thread(lambda: exit(3))
+
+    asyncio.run(main())
+
+
+def test_an_exit_in_a_reward_costs_its_answer_and_not_the_worker():
+    def leaves(response: str) -> float:
+        if response == "bad":
+            raise SystemExit(3)
+        return 1.0
+
+    async def main():
+        good, bad, last = await score_all(
+            Reward("leaves", leaves), [{"response": r} for r in ("good", "bad", "good")]
+        )
+        assert good == last == {"reward": 1.0}
+        assert "sys.exit(3)" in str(bad)
 
     asyncio.run(main())

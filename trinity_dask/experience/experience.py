@@ -90,6 +90,13 @@ class Experience:
             return
         self._check_response()
 
+    def check(self) -> None:
+        """Raise ValueError when a field was changed to something that does not fit."""
+        if not self.is_preference:
+            self._check_response()
+        if self.reward is not None and not np.isfinite(self.reward):
+            raise ValueError(f"experience {self.eid}: its reward is {self.reward}, not a number")
+
     def _check_response(self) -> None:
         n_response = len(self.tokens) - self.prompt_length
         if self.prompt_length < 1 or n_response < 1:

@@ -255,6 +255,8 @@ def _checked(value: Any, task: Task, allow_empty: bool = False) -> list[Experien
     if not isinstance(value, list) or not all(isinstance(e, Experience) for e in value):
         what = type(value).__name__
         raise TypeError(f"workflow {task.workflow!r} returned {what}, not a list of Experience")
+    for experience in value:
+        experience.check()
     if not value and not allow_empty:
         raise ValueError(f"workflow {task.workflow!r} returned no experience")
     return value

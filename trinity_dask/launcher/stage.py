@@ -218,7 +218,8 @@ class StageRunner:
             return None
         manifests = await self.buffer.manifests()
         stats = await self.buffer.stats()
-        return lineage_accounts(manifests, stats, self.trainer.trained_rows)
+        trainer = self.trainer
+        return lineage_accounts(manifests, stats, trainer.trained_rows, trainer.skipped_rows)
 
 
 async def _bounded(close: Any, what: str) -> None:
@@ -231,9 +232,12 @@ async def _bounded(close: Any, what: str) -> None:
 
 async def _all(*coroutines: Any) -> None:
     """Await all; at the first error cancel the others and raise it."""
-    async with asyncio.TaskGroup() as group:
-        for coroutine in coroutines:
-            group.create_task(coroutine)
+    try:
+        async with asyncio.TaskGroup() as group:
+            for coroutine in coroutines:
+                group.create_task(coroutine)
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
 
 
 async def _until_done(

@@ -5,7 +5,8 @@ Invariant (checked while the run goes on and once more at its end):
 * runs:  scheduled = succeeded + failed + cancelled, for every committed batch;
 * rows:  produced = committed + filtered, for every committed batch;
 * rows:  committed = consumed + queued + leased, in the buffer;
-* rows:  consumed = trained, over the lineage (all incarnations of the job).
+* rows:  consumed = trained + skipped (in damaged files, only with ``skip_corrupt``), over the
+  lineage (all incarnations of the job).
 
 Durable numbers come from the manifests and the trainer's checkpoint, so they hold over
 crashes; a batch that was in flight at a crash has no manifest and is simply run again.
@@ -68,6 +69,7 @@ class Accounts:
     queued: int
     leased: int
     trained: int
+    skipped: int = 0
 
     def errors(self) -> list[str]:
         found = self.total.errors("all batches")
@@ -77,8 +79,11 @@ class Accounts:
                 f"buffer: {self.total.committed} rows committed, but {self.consumed} consumed + "
                 f"{self.queued} queued + {self.leased} leased"
             )
-        if self.trained != self.consumed:
-            found.append(f"trainer: {self.consumed} rows consumed, but {self.trained} trained")
+        if self.trained + self.skipped != self.consumed:
+            skipped = f" + {self.skipped} skipped" if self.skipped else ""
+            found.append(
+                f"trainer: {self.consumed} rows consumed, but {self.trained} trained{skipped}"
+            )
         return found
 
     def as_dict(self) -> dict[str, int]:
@@ -90,11 +95,15 @@ class Accounts:
             "queued": self.queued,
             "leased": self.leased,
             "trained": self.trained,
+            "skipped": self.skipped,
         }
 
 
 def lineage_accounts(
-    manifests: Iterable[Any], buffer_stats: Mapping[str, Any], trained_rows: int
+    manifests: Iterable[Any],
+    buffer_stats: Mapping[str, Any],
+    trained_rows: int,
+    skipped_rows: int = 0,
 ) -> Accounts:
     """Accounts from the store's manifests, the buffer's counters and the trainer's count."""
     total, batches = BatchAccounts(), 0
@@ -107,6 +116,7 @@ def lineage_accounts(
         queued=int(buffer_stats["queued_rows"]),
         leased=int(buffer_stats["leased_rows"]),
         trained=trained_rows,
+        skipped=skipped_rows,
     )
 
 

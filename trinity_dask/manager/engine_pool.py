@@ -203,7 +203,7 @@ class EnginePool:
 
     async def _rebuild(self, engine: _Engine) -> None:
         try:
-            await self._rebuild_once(engine)
+            await self._rebuild_until_it_serves(engine)
         except Exception as error:
             self._failure = EngineFailed(f"engine {engine.spec.slot} is lost: {error}")
             self._failure.__cause__ = error
@@ -211,6 +211,15 @@ class EnginePool:
             self._rebuilding.discard(engine.spec.slot)
             self._rebuilds.discard(asyncio.current_task())
             await self._notify()
+
+    async def _rebuild_until_it_serves(self, engine: _Engine) -> None:
+        """One that dies while it starts counts as the next loss."""
+        while True:
+            try:
+                await self._rebuild_once(engine)
+                return
+            except ActorLost as error:
+                log.warning("engine %s was lost while it started: %s", engine.spec.slot, error)
 
     async def _rebuild_once(self, engine: _Engine) -> None:
         if engine.restarts >= self.max_restarts:

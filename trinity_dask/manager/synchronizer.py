@@ -15,9 +15,9 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from trinity_dask.cluster.rpc import ActorHandle
+from trinity_dask.cluster.rpc import ActorHandle, ActorLost, rpc
 from trinity_dask.config.schema import SynchronizerConfig
-from trinity_dask.manager.engine_pool import EnginePool
+from trinity_dask.manager.engine_pool import LOOK_TIMEOUT_S, EnginePool
 from trinity_dask.manager.sync_state import SyncState, TrainerStatus
 from trinity_dask.manager.weight_transport import WeightMismatch, WeightTransport
 
@@ -141,7 +141,8 @@ class Synchronizer:
             await self._send_with_retry(version)
         except BaseException as error:
             self.state.transfer_ended(None)
-            await self.fail(error)
+            if isinstance(error, Exception):  # a cancelled explorer is no fault of the weights
+                await self.fail(error)
             raise
         self.state.transfer_ended(version)
         await self._notify()
@@ -193,8 +194,26 @@ class Synchronizer:
         """
         if self.state.engine_version < 0:
             return
-        async with self._lock():
-            await self._send(self.state.trainer_version, [slot])
+        for attempt in range(1, TRANSFER_ATTEMPTS + 1):
+            try:
+                async with self._lock():
+                    await self._send(self.state.trainer_version, [slot])
+                return
+            except WeightMismatch:
+                raise
+            except Exception as error:
+                if attempt == TRANSFER_ATTEMPTS or await self._is_lost(slot):
+                    raise
+                log.warning("weights for reborn %s failed (%s); once more", slot, error)
+                await self._ensure_trainer()
+
+    async def _is_lost(self, slot: str) -> bool:
+        assert self._pool is not None
+        try:
+            await rpc(self._pool.handle(slot), "describe", timeout=LOOK_TIMEOUT_S)
+        except ActorLost:
+            return True
+        return False
 
     # waiting --------------------------------------------------------------------------
     async def fail(self, error: BaseException) -> None:

@@ -82,8 +82,6 @@ def _finish(run: Run, status: dict[str, Any], interrupts: _Interrupts) -> int:
         print("accounts: " + ", ".join(f"{k} {v}" for k, v in status["accounts"].items()))
     if code == EXIT_DONE and status.get("message"):
         print(status["message"])
-    if code == EXIT_FAILED and interrupts.count:
-        code = EXIT_INTERRUPTED
     if code not in (EXIT_DONE, EXIT_INTERRUPTED):
         print(f"error: {status.get('message')}", file=sys.stderr)
     if code == EXIT_FAILED and status.get("stage"):

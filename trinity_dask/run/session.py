@@ -38,6 +38,7 @@ CALL_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 120.0
 MAX_RELAUNCHES = 2
+MAX_UNANSWERED = 10  # polls of CALL_TIMEOUT_S each
 
 
 class RunFailed(RuntimeError):
@@ -245,16 +246,29 @@ class Run:
             self._end("failed", f"{type(error).__name__}: {error}")
 
     def _watch(self) -> None:
+        silent = 0
         while not self._ended.is_set():
             try:
                 seen = int(self._status["version"])
                 status = self._call("status", seen, POLL_S)
-            except (ActorLost, TimeoutError) as error:
+            except ActorLost as error:
                 self._lost(error)
                 continue
+            except TimeoutError as error:
+                silent += 1
+                self._unanswered(error, silent)
+                continue
+            silent = 0
             self._set(**status)
             if status["state"] in FINAL_STATES:
                 self._end(status["state"], status.get("message", ""))
+
+    def _unanswered(self, error: BaseException, times: int) -> None:
+        """Busy, stopped, or we were suspended: ask again, but not for ever."""
+        log.warning("the control worker does not answer (%s)", error)
+        self._set(message="the control worker does not answer")
+        if times >= MAX_UNANSWERED:
+            self._end("failed", f"the control worker does not answer: {error}")
 
     def _lost(self, error: BaseException) -> None:
         """The control worker died: its state is on disk, so start the launcher again."""

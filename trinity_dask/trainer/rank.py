@@ -175,6 +175,8 @@ class TrainerRank:
         start = time.perf_counter()
         engine = self._now.engine
         table = self._source.read(train_input)
+        if table.num_rows == 0:  # all of it damaged, and skip_corrupt allows to go on
+            return {"tokens": 0.0, **describe_rows(table)}
         # on all rows, before the ranks part: one rank that refuses alone would leave its
         # peers waiting for it in a sum
         engine.objective.check(available_fields(table))

@@ -62,6 +62,8 @@ def available_fields(table: pa.Table) -> set[str]:
 
 def describe_rows(table: pa.Table) -> dict[str, float]:
     """Metrics ``sample/*`` of all rows of a step."""
+    if table.num_rows == 0:
+        return {"sample/rows": 0.0, "sample/tokens": 0.0}
     tokens = row_lengths(table)
     prompt = table["prompt_length"].to_numpy().astype(np.int64)
     truncated = pc.equal(table["truncate_status"], RESPONSE_TRUNCATED)

@@ -28,6 +28,7 @@ log = logging.getLogger("trinity_dask.trainer")
 T = TypeVar("T")
 
 TRUNCATED_ALARM = 0.5
+SILENT_STEPS = 5
 CHECK_TIMEOUT_S = 30.0
 
 
@@ -71,6 +72,7 @@ class Trainer:
         self.pool = pool or RankPool(cfg, run_id)
         self.step = 0
         self.trained_rows = 0
+        self.skipped_rows = 0  # in damaged files, with skip_corrupt
         self.state = "starting"
         self._source: Source = open_source(cfg, buffer)
         self._synchronizer = synchronizer
@@ -83,6 +85,7 @@ class Trainer:
         self._warned: set[str] = set()
         self._stop = False
         self._healing = asyncio.Lock()
+        self._silent_steps = 0
 
     # queries ----------------------------------------------------------------------------
     @property
@@ -121,6 +124,7 @@ class Trainer:
             return None
         state = read_state(path)
         self.step, self.trained_rows = int(state["step"]), int(state["trained_rows"])
+        self.skipped_rows = int(state.get("skipped_rows", 0))
         self._empty_batches = int(state["empty_batches"])
         self._saved = Saved(path, self.step, (path / HF_EXPORT / "config.json").is_file())
         return state
@@ -195,7 +199,9 @@ class Trainer:
         self._empty_batches = 0
         metrics |= await self._with_ranks(lambda: self._update(feed, self.step))
         self._steps_since_save.append(self.step)
-        self.trained_rows += feed.rows
+        read = int(metrics.get("sample/rows", feed.rows))
+        self.trained_rows += read
+        self.skipped_rows += feed.rows - read
         self._tokens_per_s = metrics["tokens_per_s"]
         self._watch(metrics)
         return metrics | {"trainer/empty_batch": 0.0, "trainer/trained_rows": self.trained_rows}
@@ -219,14 +225,23 @@ class Trainer:
         await self._save()
         raise NoUsableRows(
             f"{self._empty_batches} batches in a row had no row to train on "
-            f"(trainer.max_empty_batches = {allowed}). With grpo a group whose answers all "
-            "earn the same is dropped: look at the rewards (rollout/*/reward), use an easier "
+            f"(trainer.max_empty_batches = {allowed}): operators such as reward_std_filter "
+            "dropped all of them. Look at the rewards (rollout/*/reward), use an easier "
             "task or a better start model, or raise algorithm.repeat_times. The state is "
             f"saved in {self.job_dir}"
         )
 
     def _watch(self, metrics: dict[str, float]) -> None:
         """Say once what usually means that a run learns nothing."""
+        self._silent_steps = 0 if metrics.get("actor/grad_norm", 1.0) else self._silent_steps + 1
+        if self._silent_steps >= SILENT_STEPS and "silent" not in self._warned:
+            self._warned.add("silent")
+            log.warning(
+                "the gradient was exactly 0 in the last %d steps: all answers of each group earn "
+                "the same reward, so nothing is learned. Look at the rewards, use an easier task "
+                "or a better start model, or raise algorithm.repeat_times",
+                SILENT_STEPS,
+            )
         share = metrics.get("sample/truncated_share", 0.0)
         if share > TRUNCATED_ALARM and "truncated" not in self._warned:
             self._warned.add("truncated")
@@ -256,6 +271,7 @@ class Trainer:
         state = {
             "step": self.step,
             "trained_rows": self.trained_rows,
+            "skipped_rows": self.skipped_rows,
             "empty_batches": self._empty_batches,
             "progress": self.progress,
             "source": await self._source.state_dict(),
@@ -311,6 +327,8 @@ class Trainer:
 
     async def _heal(self, cause: Exception) -> None:
         async with self._healing:
+            if isinstance(cause, ActorLost) and cause.handle not in self.pool.handles:
+                return  # rebuilt meanwhile, by whoever noticed it first
             await self._rebuild(cause)
 
     async def _rebuild(self, cause: Exception) -> None:

@@ -161,6 +161,8 @@ def _score_each(reward: Reward, facts: Sequence[Facts], progress: _Progress) -> 
             score: Score = reward.parts(reward.call(answer))
         except Exception as error:  # a failed answer is data for the caller
             score = error
+        except SystemExit as error:  # no reason to end the worker
+            score = RewardError(f"reward {reward.name} called sys.exit({error.code!r})")
         progress.scores.append(score)
 
 

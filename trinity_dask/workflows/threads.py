@@ -48,8 +48,9 @@ class ThreadCall:
             return self._context.run(fn, *args), None
         except Interrupted:
             return None, TimeoutError("interrupted at its deadline")
-        except StopIteration as error:  # a future cannot carry it
-            return None, RuntimeError(f"StopIteration: {error}")
+        except (StopIteration, SystemExit, KeyboardInterrupt) as error:
+            # a future cannot carry the first; the others would end the worker
+            return None, RuntimeError(f"user code raised {type(error).__name__}: {error}")
         except BaseException as error:  # delivered to the awaiting side, never swallowed
             return None, error
 
