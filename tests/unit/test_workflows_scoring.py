@@ -155,7 +155,7 @@ def test_an_exit_in_a_reward_costs_its_answer_and_not_the_worker():
 
     async def main():
         good, bad, last = await score_all(
-            Reward("leaves", leaves), [{"response": r} for r in ("good", "bad", "good")]
+            Reward("leaves", leaves, {}), [{"response": r} for r in ("good", "bad", "good")]
         )
         assert good == last == {"reward": 1.0}
         assert "sys.exit(3)" in str(bad)
