@@ -58,7 +58,7 @@ def test_the_demo_is_the_measured_recipe(demo):
     assert sft.algorithm.optimizer.lr == 3e-3
     assert sft.algorithm.optimizer.lr_warmup_steps == 20
     assert sft.algorithm.optimizer.min_lr_ratio == 0.05
-    assert (grpo.mode, grpo.buffer.total_steps) == ("both", 60)
+    assert (grpo.mode, grpo.buffer.total_steps) == ("both", 70)
     assert (grpo.buffer.batch_size, grpo.algorithm.repeat_times) == (64, 32)
     assert grpo.model.max_response_tokens == 7
     assert (grpo.trainer.mini_batches, grpo.trainer.min_mini_batch_rows) == (4, 256)
@@ -149,7 +149,7 @@ def test_an_override_without_effect_is_refused_and_one_with_little_is_told():
         load_config(DEMO, "trainer.mini_batches=2")
     tree = compose_tree([DEMO, "stages.0.trainer.total_steps=5"])
     first, second = split_stages(resolve(tree))
-    assert (first.trainer.total_steps, second.trainer.total_steps) == (5, 60)
+    assert (first.trainer.total_steps, second.trainer.total_steps) == (5, 70)
 
 
 def test_presets_of_the_user_are_found_and_checked(tmp_path):
