@@ -22,7 +22,7 @@ def test_ten_kills_at_random_moments_lose_and_repeat_nothing(tmp_path: Path) -> 
     for _ in range(KILLS):
         job = jobs.start(root, *jobs.shape(STEPS), "stages.1.trainer.save_interval=2")
         try:
-            job.process.wait(timeout=dice.uniform(3.0, 30.0))
+            job.process.wait(timeout=dice.uniform(3.0, 20.0))
             break  # the job ended before its kill
         except subprocess.TimeoutExpired:
             job.process.kill()
