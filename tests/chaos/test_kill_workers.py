@@ -21,13 +21,14 @@ def worker_of(job: jobs.Job, role: str) -> jobs.psutil.Process:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("role", ["rollout", "trainer", "control"])
-def test_a_killed_worker_is_replaced_and_the_job_ends_whole(tmp_path: Path, role: str) -> None:
+@pytest.mark.parametrize("roles", ["rollout", "trainer", "control", "rollout trainer"])
+def test_a_killed_worker_is_replaced_and_the_job_ends_whole(tmp_path: Path, roles: str) -> None:
     root = tmp_path / "job"
     root.mkdir()
     job = jobs.start(root, *jobs.shape(STEPS))
     jobs.wait_for_step(job, root, 2)
-    worker_of(job, role).kill()
+    for worker in [worker_of(job, role) for role in roles.split()]:
+        worker.kill()
     assert job.process.wait(timeout=300) == 0, jobs.output(root)[-3000:]
     assert job.wait_gone() == []
     jobs.check_lineage(jobs.stage_dir(root, "grpo"), STEPS)
