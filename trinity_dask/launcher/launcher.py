@@ -7,7 +7,6 @@ Invariant: the launcher always reaches one of the final states ``done``, ``faile
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import traceback
 from typing import TYPE_CHECKING, Any, Optional
@@ -150,13 +149,6 @@ class Launcher:
             if stage.mode != "train":
                 await asyncio.to_thread(_read_tasks, stage)
         await self._board.update(message="")
-
-    async def close(self) -> None:
-        """Cancel what runs (bounded); used when the driver cannot wait any longer."""
-        if self._task is not None and not self._task.done():
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait_for(self._task, 30.0)
 
 
 def _read_tasks(stage: Config) -> None:
