@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity_dask.algorithm.advantages import ADVANTAGES, GRPOAdvantage
+from trinity_dask.algorithm.advantages import ADVANTAGES, GRPOAdvantage, runs_in_trainer
 from trinity_dask.experience import EID, Experience
 
 REWARDS = st.lists(
@@ -137,3 +137,140 @@ def test_no_experiences_give_none():
 def test_impossible_arguments_are_refused(args):
     with pytest.raises(ValueError, match=next(iter(args))):
         GRPOAdvantage(**args)
+
+
+COMPARING = {
+    "grpo": {},
+    "grpo-batch": {"std_cal_level": "batch"},
+    "grpo-none": {"std_cal_level": "none"},
+    "opmd": {},
+    "rec": {},
+    "step_wise_grpo": {},
+    "gigpo": {},
+}
+
+
+def grouped(label):
+    return ADVANTAGES.get(label.partition("-")[0])(**COMPARING[label])
+
+
+@settings(max_examples=25, deadline=None)
+@given(REWARDS, st.sampled_from(sorted(COMPARING)))
+def test_fault_28_every_comparison_sums_to_zero(groups, label):
+    rows, metrics = grouped(label)(batch(groups))
+    for task in range(len(groups)):
+        of_group = [float(row.advantages[0]) for row in rows if row.eid.task == task]
+        assert abs(sum(of_group)) < 1e-4 * max(1.0, max(map(abs, of_group)))
+    assert metrics["group_of_one_count"] == sum(len(group) == 1 for group in groups)
+
+
+@pytest.mark.parametrize("label", COMPARING)
+def test_fault_27_no_comparison_cancels(label):
+    rows, _ = grouped(label)(batch([[0.0] + [0.95] * 7]))
+    assert max(abs(float(row.advantages[0])) for row in rows) < 3
+
+
+@pytest.mark.parametrize("label", COMPARING)
+def test_fault_32_masked_and_unscored_rows_move_no_other(label):
+    def advantages(reward, mask):
+        rows = batch([[0, 1, 1, 0.25]])
+        rows.append(experience(0, 4, reward, mask=mask))
+        got, _ = grouped(label)(rows)
+        assert not got[-1].advantages.any()
+        return [row.advantages.tolist() for row in got[:4]]
+
+    nothing = (False, False, False)
+    expected = advantages(0.0, nothing)
+    assert advantages(100.0, nothing) == expected
+    assert advantages(None, (True, True, True)) == expected
+    assert advantages(float("nan"), (True, True, True)) == expected
+
+
+@pytest.mark.parametrize("name", ["asymre", *COMPARING])
+def test_a_group_of_one_gets_zero_and_one_warning(name, caplog):
+    fn = ADVANTAGES.get("asymre")() if name == "asymre" else grouped(name)
+    for _ in range(2):
+        rows, metrics = fn(batch([[0.7], [0, 1]]))
+        assert not rows[0].advantages.any()
+        assert metrics["group_of_one_count"] == 1
+    assert sum("nothing to compare" in record.message for record in caplog.records) == 1
+
+
+def test_dropped_groups_are_replaced_by_copies_with_names_of_their_own():
+    fn = GRPOAdvantage(std_threshold=0.0, duplicate_experiences=True)
+    groups = [[0, 1], [1, 1], [1, 0], [0.3], [0, 0]]
+    rows, metrics = fn(batch(groups))
+    assert len({row.eid.uid for row in rows}) == len(rows) == 8
+    assert metrics["filtered_count"] == 5
+    assert metrics["duplicated_count"] == 4
+    assert {row.eid.task for row in rows} == {0, 2}
+    again, _ = fn(batch(groups))
+    assert [row.eid.tid for row in again] == [row.eid.tid for row in rows]
+    rows[0].advantages[:] = 9.0
+    assert all(not (row.advantages == 9.0).any() for row in rows[1:])
+    assert fn(batch([[1, 1], [0.5]]))[0] == []
+
+
+def test_rank_penalty_needs_logprobs():
+    with pytest.raises(ValueError, match="log-probs"):
+        GRPOAdvantage(rank_penalty=0.1)(batch([[0, 1]]))
+
+
+def steps_of(run_rewards, task=0):
+    """Runs of unequal numbers of steps; the reward is at the last one."""
+    rows = []
+    for run, reward in enumerate(run_rewards):
+        for step in range(run + 1):
+            row = experience(task, run, reward if step == run else 0.0)
+            row.eid.step = step
+            rows.append(row)
+    return rows
+
+
+def test_a_run_counts_once_however_many_steps_it_has():
+    rows, metrics = ADVANTAGES.get("step_wise_grpo")()(steps_of([0, 1, 0, 1])[::-1])
+    for row in rows:
+        expected = 0.866024 if row.eid.run % 2 else -0.866024
+        np.testing.assert_allclose(row.advantages, expected, atol=1e-5)
+    assert metrics["experience_count"] == 10
+    kept, metrics = ADVANTAGES.get("step_wise_grpo")(std_threshold=0.0)(
+        steps_of([1, 1]) + steps_of([0, 1], task=1)
+    )
+    assert {row.eid.task for row in kept} == {1}
+    assert metrics["skipped_group_ratio"] == 0.5
+    assert metrics["filtered_count"] == 3
+
+
+def test_rec_drops_the_surplus_of_bad_answers():
+    fn = ADVANTAGES.get("rec")(drop="balance")
+    rows, metrics = fn(batch([[1, 0, 0, 0, 0, 0]]))
+    found = [float(row.advantages[0]) for row in rows]
+    assert sorted(found) == pytest.approx([-0.5, 0, 0, 0, 0, 0.5])
+    assert metrics["drop_balance"] == 4
+    assert [float(row.advantages[0]) for row in fn(batch([[1, 0, 0, 0, 0, 0]]))[0]] == found
+
+
+def test_raft_keeps_the_best():
+    groups = [[0, 2, 2], [1, 1], [0.4], [0, 0.6]]
+    rows, metrics = ADVANTAGES.get("raft")()(batch(groups))
+    assert [(row.eid.task, row.eid.run) for row in rows] == [(0, 1), (3, 1)]
+    assert metrics["filtered_count"] == 6
+    rows, _ = ADVANTAGES.get("raft")(n_best=2, min_reward=0.5)(batch(groups))
+    assert [(row.eid.task, row.eid.run) for row in rows] == [(0, 1), (0, 2), (1, 0), (1, 1), (3, 1)]
+
+
+def test_a_missing_state_hash_is_like_no_other():
+    rows = batch([[0, 1, 0]])
+    for row in rows:
+        row.info["step_reward"] = row.reward
+    got, metrics = ADVANTAGES.get("gigpo")()(rows)
+    assert metrics["anchor_groups_size_gt1"] == 0
+    found = [float(row.advantages[0]) for row in got]
+    assert found == pytest.approx([-1 / 3, 2 / 3, -1 / 3], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES.names())
+def test_no_experience_is_no_error(name):
+    fn = ADVANTAGES.get(name)()
+    if not runs_in_trainer(fn):
+        assert fn([])[0] == []

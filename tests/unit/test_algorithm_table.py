@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
-from trinity_dask.algorithm import ALGORITHM, Registry, resolve_algorithm
+from trinity_dask.algorithm import (
+    ALGORITHM,
+    POLICY_LOSS_FN,
+    SAMPLE_STRATEGY,
+    Registry,
+    resolve_algorithm,
+)
+from trinity_dask.algorithm.aggregate import ALL_MODES
 from trinity_dask.algorithm.policy_losses import PPOLoss, SFTLoss
-from trinity_dask.config.schema import AlgorithmConfig
+from trinity_dask.algorithm.rollout_correction import (
+    CORRECTION_MODES,
+    FILTERS,
+    RolloutCorrection,
+)
+from trinity_dask.config import algorithms
+from trinity_dask.config.limits import CHOICES
+from trinity_dask.config.schema import AlgorithmConfig, RolloutCorrectionConfig
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_grpo_defaults_take_effect():
@@ -104,9 +122,197 @@ def test_a_name_belongs_to_one_object():
     assert registry.names() == ["one"]
 
 
-def test_every_type_resolves():
-    for name in ALGORITHM.names():
-        spec = resolve_algorithm({"algorithm_type": name})
-        assert spec.algorithm_type == name
-        assert isinstance(spec.resolved, dict)
-    assert torch.is_grad_enabled()
+# what the documented table says: critic, reference, in the trainer, schema, repeat, functions
+DOCUMENTED = """
+sft   F F F sft 1 none sft none none default
+cpt   F F F cpt 1 none sft none none default
+dpo   F T F dpo 2 none dpo k2 default default
+ppo   T T T experience 1 ppo ppo k2 default default
+grpo  F T F experience 2 grpo ppo k2 default default
+grpo_verl F T T experience 2 grpo_verl ppo k2 default default
+dapo  F F F experience 16 grpo ppo none default default
+reinforceplusplus F T T experience 2 reinforceplusplus ppo k2 default default
+rloo  F T T experience 2 rloo ppo k2 default default
+opmd  F T F experience 2 opmd opmd k2 default default
+asymre F F F experience 2 asymre opmd none none default
+topr  F T F experience 2 reinforce topr k2 default default
+cispo F T F experience 2 grpo cispo k2 default default
+gspo  F T F experience 2 grpo gspo k2 default default
+sapo  F T F experience 2 grpo sapo k2 default default
+sppo  F F F experience 2 opmd sppo none none default
+rec   F T F experience 2 rec rec k2 default default
+raft  F F F experience 8 raft sft none none default
+mix   F T F experience 8 grpo mix k2 mix mix
+mix_chord F T F experience 8 grpo mix_chord k2 mix mix
+multi_step_grpo F T F experience 8 step_wise_grpo ppo k2 default default
+gigpo F T F experience 8 gigpo ppo k2 default default
+on_policy_distill F F T experience 8 on_policy_distill ppo none none default
+jsd   F F T experience 8 jsd ppo none none default
+"""
+
+
+@pytest.mark.parametrize("line", DOCUMENTED.strip().splitlines(), ids=lambda s: s.split()[0])
+def test_the_types_are_the_documented_ones(line):
+    name, *rest = line.split()
+    spec = resolve_algorithm({"algorithm_type": name})
+    found = [
+        "FT"[spec.uses_critic],
+        "FT"[spec.uses_reference],
+        "FT"[spec.advantage_in_trainer],
+        spec.schema,
+        str(spec.repeat_times),
+        *(
+            spec.resolved[key]
+            for key in (
+                "advantage_fn",
+                "policy_loss_fn",
+                "kl_loss_fn",
+                "entropy_loss_fn",
+                "sample_strategy",
+            )
+        ),
+    ]
+    assert found == rest
+
+
+def test_what_is_needed_follows_from_the_functions():
+    def spec(**cfg):
+        return resolve_algorithm({"algorithm_type": "grpo", **cfg})
+
+    assert not spec(kl_loss_fn="none").uses_reference
+    assert spec(advantage_fn="ppo").uses_critic
+    assert spec(advantage_fn="ppo").grouped_advantage_fn is None
+    grouped = spec()
+    assert grouped.grouped_advantage_fn is grouped.advantage_fn
+    assert grouped.advantage_fn is not None
+    assert spec(advantage_fn="remax").needs_greedy_baseline
+    assert spec(advantage_fn="jsd").uses_teacher
+    assert spec(policy_loss_fn="jsd").uses_teacher
+    assert spec(policy_loss_fn="dpo", kl_loss_fn="none").uses_reference
+    assert spec(rollout_correction={"dppo_delta": 0.2}).needs >= {"advantages"}
+    assert spec(entropy_loss_fn="mix").needs >= {"expert_mask"}
+    penalised = spec(advantage_fn="rloo", kl_loss_fn="none", kl_penalty_fn="k1")
+    assert penalised.uses_reference
+    assert penalised.kl_penalty is not None
+    assert resolve_algorithm({"algorithm_type": "dpo"}).rows_per_unit == 2
+    assert spec(advantage_fn="clipv").advantage_needs == {"old_logprobs", "entropys", "necs"}
+
+
+def test_the_mode_is_the_users_then_the_types_then_the_losss():
+    def mode(**cfg):
+        return resolve_algorithm({"algorithm_type": "grpo", **cfg}).loss_agg_mode
+
+    assert mode() == "token-mean"
+    assert mode(policy_loss_fn="gspo") == "seq-mean-token-mean"
+    assert mode(algorithm_type="gspo") == "seq-mean-token-mean"
+    assert mode(algorithm_type="gspo", loss_agg_mode="token-mean") == "token-mean"
+    assert mode(policy_loss_fn_args={"loss_agg_mode": "dr-grpo"}) == "dr-grpo"
+    assert mode(algorithm_type="dr_grpo") == "dr-grpo"
+    one_side = {"clip_mode": "gspo-one-side"}
+    assert mode(algorithm_type="rec", policy_loss_fn_args=one_side) == "seq-mean-token-mean"
+    with pytest.raises(ValueError, match="set one of them"):
+        mode(loss_agg_mode="token-mean", policy_loss_fn_args={"loss_agg_mode": "dr-grpo"})
+
+
+def test_arguments_of_another_function_do_not_stay():
+    """A type's defaults belong to its own function."""
+    spec = resolve_algorithm({"algorithm_type": "gigpo", "advantage_fn": "grpo"})
+    assert spec.resolved["advantage_fn_args"] == {}
+    mixed = resolve_algorithm(
+        {"algorithm_type": "mix", "sample_strategy_args": {"expert_data_ratio": 0.2}}
+    )
+    assert mixed.sample_strategy_args == {
+        "expert_data_ratio": 0.2,
+        "sft_dataset_name": "sft_dataset",
+    }
+
+
+def test_a_correction_that_cannot_act_is_refused():
+    with pytest.raises(ValueError, match="takes no weights"):
+        resolve_algorithm({"algorithm_type": "opmd", "rollout_correction": {"mode": "token_tis"}})
+    with pytest.raises(ValueError, match="used them before"):
+        resolve_algorithm({"algorithm_type": "grpo", "kl_penalty_fn": "k1"})
+    filtered = {"sequence_filter": "geometric"}
+    spec = resolve_algorithm(
+        {"algorithm_type": "grpo", "bypass_old_logprobs": True, "rollout_correction": filtered}
+    )
+    assert spec.correction.active
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "typo"),
+    [("policy_loss_fn", name, "loss_agg_mod") for name in POLICY_LOSS_FN.names() if name != "dpo"]
+    + [("policy_loss_fn", "dpo", "bta"), ("entropy_loss_fn", "mix", "entropy_cof")]
+    + [("kl_penalty_fn", "k1", "target_k"), ("advantage_fn", "ppo", "gama")]
+    + [("advantage_fn", "gigpo", "omga"), ("advantage_fn", "clipv", "max_frc")],
+)
+def test_fault_40_a_misspelt_argument_of_any_function_is_refused(key, name, typo):
+    with pytest.raises(ValueError, match=f"unknown argument '{typo}'.*did you mean"):
+        resolve_algorithm({"algorithm_type": "grpo", key: name, f"{key}_args": {typo: 1}})
+
+
+def half(logprob, action_mask, advantages, scale=0.5):
+    """A user's loss that is a plain function."""
+    return -scale * (logprob * advantages * action_mask).sum(), {}
+
+
+def flat_advantage(batch, level=1.0):
+    """A user's in-trainer advantage that is a plain function."""
+    batch["advantages"] = batch["returns"] = level * batch["action_mask"]
+    return batch, {}
+
+
+def doubled(experiences):
+    """A user's grouped advantage that is a plain function."""
+    return experiences, {}
+
+
+def test_plain_functions_by_path():
+    spec = resolve_algorithm(
+        {
+            "algorithm_type": "grpo",
+            "policy_loss_fn": f"{__name__}:half",
+            "policy_loss_fn_args": {"scale": 2.0},
+            "advantage_fn": f"{__name__}:flat_advantage",
+            "advantage_fn_args": {"level": 3.0},
+        }
+    )
+    assert spec.policy_loss.needs == {"advantages"}
+    assert spec.advantage_in_trainer
+    one = torch.ones(1, 1)
+    loss, _ = spec.policy_loss(
+        logprob=one, action_mask=one > 0, advantages=one, old_logprob=one, step=3
+    )
+    assert loss == -2.0
+    assert spec.advantage_fn({"action_mask": one > 0})[0]["advantages"] == 3.0
+    grouped = resolve_algorithm({"algorithm_type": "grpo", "advantage_fn": f"{__name__}:doubled"})
+    assert not grouped.advantage_in_trainer
+    with pytest.raises(ValueError, match="advantages"):
+        spec.policy_loss(logprob=one, action_mask=one > 0)
+
+
+def test_sample_strategies_load_from_the_buffer():
+    assert SAMPLE_STRATEGY.get("mix").__name__ == "MixSampleStrategy"
+    assert SAMPLE_STRATEGY.get("warmup") is SAMPLE_STRATEGY.get("default")
+    with pytest.raises(ValueError, match="did you mean 'staleness_control'"):
+        resolve_algorithm({"algorithm_type": "grpo", "sample_strategy": "stalenes_control"})
+
+
+def test_the_configuration_knows_the_same_types():
+    assert ALGORITHM.names() == list(algorithms.ALGORITHM_TYPES)
+    specs = {name: resolve_algorithm({"algorithm_type": name}) for name in ALGORITHM.names()}
+    assert {n: s.repeat_times for n, s in specs.items()} == algorithms.REPEAT_TIMES
+    offline = {n for n, s in specs.items() if s.schema != "experience"}
+    assert offline == set(algorithms.OFFLINE_TYPES)
+    modes = CHOICES[AlgorithmConfig, "loss_agg_mode"]
+    assert set(modes) == set(ALL_MODES)
+    assert set(CHOICES[RolloutCorrectionConfig, "mode"]) == set(CORRECTION_MODES)
+    assert set(CHOICES[RolloutCorrectionConfig, "sequence_filter"]) == set(FILTERS)
+    ours, theirs = asdict(RolloutCorrection()), asdict(RolloutCorrectionConfig())
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("name", ALGORITHM.names())
+def test_every_type_has_a_preset(name):
+    preset = yaml.safe_load((ROOT / "conf" / "algorithm" / f"{name}.yaml").read_text())
+    assert preset.get("algorithm", preset)["algorithm_type"] == name

@@ -7,6 +7,7 @@ says what was looked for and which registered name is nearest.
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -64,6 +65,17 @@ class Registry(Generic[T]):
             ) from error
 
 
+class LazyRegistry(Registry[Any]):
+    """Names of objects in modules that are imported when the object is asked for.
+
+    Its items may be dotted paths ``pkg.mod:attr``; :meth:`get` gives the object itself.
+    """
+
+    def get(self, name: str) -> Any:
+        item = super().get(name)
+        return self._load(item) if isinstance(item, str) else item
+
+
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """``"; did you mean 'x'? Allowed: ..."`` for an error message."""
     options = sorted(allowed)
@@ -72,15 +84,35 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
     return f"{hint} allowed: {', '.join(options) or 'nothing'}"
 
 
+def check_args(kind: str, factory: Callable[..., Any], args: Iterable[str]) -> None:
+    """Raise ValueError for an argument that ``factory`` does not have, naming the nearest."""
+    parameters = inspect.signature(factory).parameters
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for name in args:
+        if name not in parameters and not open_ended:
+            raise ValueError(f"unknown argument {name!r} of {kind}{nearest(name, parameters)}")
+
+
 def build(kind: str, factory: Callable[..., T], args: Mapping[str, Any]) -> T:
     """Call ``factory(**args)`` after checking that it takes each of ``args``.
 
     Raises:
         ValueError: an argument that the factory does not have, with the nearest one.
     """
-    parameters = inspect.signature(factory).parameters
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    for name in args:
-        if name not in parameters and not open_ended:
-            raise ValueError(f"unknown argument {name!r} of {kind}{nearest(name, parameters)}")
+    check_args(kind, factory, args)
     return factory(**args)
+
+
+def build_callable(kind: str, item: Any, args: Mapping[str, Any], subject: Iterable[str]) -> Any:
+    """Like :func:`build`, but ``item`` may also be the finished function itself.
+
+    A plain function with a parameter out of ``subject`` (what such functions work on) is
+    not a factory: ``args`` are bound to it, and it is called later.
+    """
+    is_function = (
+        inspect.isfunction(item) and set(subject) & inspect.signature(item).parameters.keys()
+    )
+    if not is_function:
+        return build(kind, item, args)
+    check_args(kind, item, args)
+    return functools.partial(item, **args) if args else item

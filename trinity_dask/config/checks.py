@@ -9,9 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
+from trinity_dask.config import modes
+from trinity_dask.config.algorithms import GROUP_TYPES, OFFLINE_TYPES
 from trinity_dask.config.limits import SINKS
 from trinity_dask.config.nearest import hint
-from trinity_dask.config.schema import Config, GroupConfig, TasksetConfig
+from trinity_dask.config.schema import Config, GroupConfig
+from trinity_dask.config.sync_checks import synchronizer
+from trinity_dask.config.taskset_checks import tasksets, train_tasksets
+from trinity_dask.config.trainer_checks import lora, parallel, schedule
 
 _ENGINE = "explorer.rollout_model"
 _STORE = "buffer.trainer_input.experience_buffer"
@@ -22,11 +27,15 @@ _CALLABLE = re.compile(r"[\w./-]+(:\w+|\.\w+)")
 
 
 def explores(config: Config) -> bool:
-    return config.mode in ("both", "explore")
+    return modes.explores(config.mode)
 
 
 def trains(config: Config) -> bool:
-    return config.mode in ("both", "train")
+    return modes.trains(config.mode)
+
+
+def samples(config: Config) -> bool:
+    return modes.samples(config.mode)
 
 
 def names(config: Config) -> Iterator[str]:
@@ -112,7 +121,7 @@ def lengths(config: Config) -> Iterator[str]:
         section.max_prompt_tokens,
         section.max_response_tokens,
     )
-    if not explores(config):
+    if not samples(config):
         return
     if total is None or prompt is None or response is None:
         yield (
@@ -134,20 +143,21 @@ def lengths(config: Config) -> Iterator[str]:
 
 def algorithm(config: Config) -> Iterator[str]:
     section, store = config.algorithm, config.buffer.trainer_input.experience_buffer
-    if section.algorithm_type == "sft":
-        if config.mode != "train":
-            yield f"mode={config.mode} cannot run algorithm_type=sft: set mode=train"
+    kind = section.algorithm_type
+    if kind in OFFLINE_TYPES:
+        if explores(config):
+            yield f"mode={config.mode} cannot run algorithm_type={kind}: set mode=train"
         elif store.storage_type != "file":
             yield (
-                f"{_STORE}.storage_type={store.storage_type}: sft reads the rows of a file; set "
+                f"{_STORE}.storage_type={store.storage_type}: {kind} reads the rows of a file; set "
                 f"{_STORE}.storage_type=file and {_STORE}.path=<rows.jsonl>"
             )
     elif store.storage_type == "file":
         yield (
-            f"{_STORE}.storage_type=file holds SFT rows, which {section.algorithm_type} cannot "
+            f"{_STORE}.storage_type=file holds SFT rows, which {kind} cannot "
             "train on: set it to store, or algorithm.algorithm_type=sft"
         )
-    if section.algorithm_type == "grpo" and explores(config):
+    if kind in GROUP_TYPES and section.advantage_fn is None and explores(config):
         yield from _group_size(config)
 
 
@@ -155,12 +165,12 @@ def _group_size(config: Config) -> Iterator[str]:
     """The group is the taskset's repeat_times, by default the algorithm's."""
     for key, size in (
         ("algorithm.repeat_times", config.algorithm.repeat_times),
-        (f"{_TASKS}.taskset.repeat_times", config.buffer.explorer_input.taskset.repeat_times),
+        *((f"{key}.repeat_times", taskset.repeat_times) for key, taskset in train_tasksets(config)),
     ):
         if size is not None and size < 2:
             yield (
-                f"{key}={size}: grpo compares the answers of a group, so with fewer than 2 every "
-                f"advantage is zero; set {key} to 2 or more, as 8"
+                f"{key}={size}: {config.algorithm.algorithm_type} compares the answers of a group, "
+                f"so with fewer than 2 every advantage is zero; set {key} to 2 or more, as 8"
             )
             return
 
@@ -176,9 +186,12 @@ def correction(config: Config) -> Iterator[str]:
 
 def _restricted(config: Config) -> list[str]:
     """Sampling of the train taskset that leaves tokens out (top-p, top-k)."""
-    args = config.buffer.explorer_input.taskset.rollout_args
-    found = [f"top_p={args.top_p}"] if args.top_p not in (None, 1.0) else []
-    return found + ([f"top_k={args.top_k}"] if args.top_k not in (None, -1) else [])
+    found: list[str] = []
+    for taskset in config.buffer.explorer_input.train_tasksets:
+        args = taskset.rollout_args
+        found += [f"top_p={args.top_p}"] if args.top_p not in (None, 1.0) else []
+        found += [f"top_k={args.top_k}"] if args.top_k not in (None, -1) else []
+    return list(dict.fromkeys(found))
 
 
 def support(config: Config) -> Iterator[str]:
@@ -200,43 +213,23 @@ def temperature(config: Config) -> Iterator[str]:
     """Sampler and trainer must mean the same distribution."""
     if not explores(config):
         return
-    value = config.buffer.explorer_input.taskset.rollout_args.temperature
-    if value == 0:
-        yield (
-            "model.temperature=0 is greedy: all answers of a group would be equal; set "
-            "model.temperature=1.0 (evaluation may set rollout_args.temperature=0)"
-        )
-    elif value != config.model.temperature:
-        yield (
-            f"{_TASKS}.taskset.rollout_args.temperature={value} differs from "
-            f"model.temperature={config.model.temperature}, at which the trainer computes "
-            "log-probs: set model.temperature only"
-        )
-
-
-def tasksets(config: Config) -> Iterator[str]:
-    if not explores(config):
-        return
-    source = config.buffer.explorer_input
-    yield from _taskset(f"{_TASKS}.taskset", source.taskset)
-    seen: set[str] = set()
-    for index, taskset in enumerate(source.eval_tasksets):
-        key = f"{_TASKS}.eval_tasksets.{index}"
-        yield from _taskset(key, taskset)
-        if taskset.name in seen:
-            yield f"{key}.name={taskset.name!r} is taken by an earlier one; give it another name"
-        seen.add(taskset.name or "")
-
-
-def _taskset(key: str, taskset: TasksetConfig) -> Iterator[str]:
-    if not taskset.path:
-        yield f"{key}.path is empty: set it to a file of tasks, as {key}.path=tasks.jsonl"
-    if not taskset.workflow:
-        yield f"{key}.workflow is empty: name a workflow, as {key}.workflow=simple_workflow"
+    for key, taskset in train_tasksets(config):
+        value = taskset.rollout_args.temperature
+        if value == 0:
+            yield (
+                "model.temperature=0 is greedy: all answers of a group would be equal; set "
+                "model.temperature=1.0 (evaluation may set rollout_args.temperature=0)"
+            )
+        elif value != config.model.temperature:
+            yield (
+                f"{key}.rollout_args.temperature={value} differs from "
+                f"model.temperature={config.model.temperature}, at which the trainer computes "
+                "log-probs: set model.temperature only"
+            )
 
 
 def engine(config: Config) -> Iterator[str]:
-    if not explores(config):
+    if not samples(config):
         return
     section, group = config.explorer.rollout_model, config.cluster.rollout
     size, gpus = section.tensor_parallel_size, group.gpus_per_worker
@@ -253,12 +246,18 @@ def engine(config: Config) -> Iterator[str]:
 
 
 def workers(config: Config) -> Iterator[str]:
-    for group, needed in (("rollout", explores(config)), ("trainer", trains(config))):
+    for group, needed in (("rollout", samples(config)), ("trainer", trains(config))):
         if needed and getattr(config.cluster, group).n_workers < 1:
             yield (
                 f"cluster.{group}.n_workers=0: mode={config.mode} needs at least one {group} "
                 f"worker; set cluster.{group}.n_workers=1"
             )
+    on_runners = samples(config) and config.explorer.run_on == "runner"
+    if on_runners and config.cluster.runner.n_workers < 1:
+        yield (
+            "explorer.run_on=runner: there is no runner worker; set "
+            "cluster.runner.n_workers=1, or explorer.run_on=auto"
+        )
 
 
 def train_rows(config: Config) -> Iterator[str]:
@@ -302,13 +301,65 @@ def warnings(config: Config) -> Iterator[str]:
                 f"model.{setting}: the policy is sampled from a narrower distribution than the one "
                 "that is trained"
             )
-    if explores(config) and not config.buffer.explorer_input.taskset.reward_fn:
-        yield f"{_TASKS}.taskset.reward_fn is not set: the workflow itself must give rewards"
+    if explores(config):
+        for key, taskset in train_tasksets(config):
+            if not taskset.reward_fn:
+                yield f"{key}.reward_fn is not set: the workflow itself must give rewards"
+
+
+def mode(config: Config) -> Iterator[str]:
+    if config.mode == "serve":
+        yield "mode=serve is not there yet; use both, explore, train, bench or colocate"
+    elif config.mode == "colocate":
+        yield from _colocated(config)
+    elif config.mode == "bench" and not config.buffer.explorer_input.eval_tasksets:
+        yield (
+            f"{_TASKS}.eval_tasksets is empty: mode=bench evaluates checkpoints on them; name at "
+            "least one"
+        )
+
+
+def _colocated(config: Config) -> Iterator[str]:
+    """Trainer and engine in two processes on one device, or on none."""
+    groups = {"rollout": config.cluster.rollout, "trainer": config.cluster.trainer}
+    for name, group in groups.items():
+        if group.n_workers != 1 or group.gpus_per_worker > 1:
+            yield (
+                f"mode=colocate shares one device: set cluster.{name}.n_workers=1 and "
+                f"cluster.{name}.gpus_per_worker to 0 or 1 (got {group.n_workers} and "
+                f"{group.gpus_per_worker}), or mode=both"
+            )
+    if groups["rollout"].gpus_per_worker != groups["trainer"].gpus_per_worker:
+        yield (
+            "mode=colocate: cluster.rollout.gpus_per_worker and cluster.trainer.gpus_per_worker "
+            "must be equal, both 1 (they share that GPU) or both 0"
+        )
+    share = config.explorer.rollout_model.gpu_memory_utilization
+    if groups["rollout"].gpus_per_worker and share is not None and share > 0.5:
+        yield (
+            f"{_ENGINE}.gpu_memory_utilization={share} leaves the trainer on the same GPU too "
+            "little; set it to 0.5 or less, as 0.25"
+        )
+
+
+def meeting(config: Config) -> Iterator[str]:
+    """Two runs find each other by the job directory, so both must choose the same one."""
+    if not modes.meets(config.mode) or not config.synchronizer.peer_timeout_s:
+        return
+    if not config.continue_from_checkpoint or config.rerun_finished:
+        yield (
+            f"mode={config.mode} on a shared scheduler finds the other side by the run's name, "
+            "which continue_from_checkpoint=false and rerun_finished=true may change: leave both "
+            "out and set another name= on both sides (synchronizer.peer_timeout_s=0 runs alone)"
+        )
 
 
 Check = Callable[[Config], Iterator[str]]
 RUN_CHECKS: tuple[Check, ...] = (names, root, prepare, cluster, monitor)
 STAGE_CHECKS: tuple[Check, ...] = (
+    mode,
+    synchronizer,
+    meeting,
     model,
     lengths,
     algorithm,
@@ -319,6 +370,9 @@ STAGE_CHECKS: tuple[Check, ...] = (
     engine,
     workers,
     train_rows,
+    schedule,
+    parallel,
+    lora,
     store,
     timeouts,
 )

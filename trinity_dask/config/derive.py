@@ -10,14 +10,13 @@ import copy
 import os
 from typing import Any
 
-from trinity_dask.config import job_dir
+from trinity_dask.config import job_dir, modes
+from trinity_dask.config.algorithms import repeat_times
 from trinity_dask.config.keys import fields_of
 from trinity_dask.config.limits import canonical
 from trinity_dask.config.schema import Config, GroupConfig, ModelConfig, RolloutArgs, TasksetConfig
 
-# An algorithm's group size where the user gives none; 1 for everything else. The other
-# defaults of an algorithm are those of trinity_dask.algorithm, which needs torch.
-GROUP_SIZE = {"grpo": 2}
+ENGINE_SHARE, COLOCATED_SHARE = 0.9, 0.25  # of a GPU's memory, for an engine
 DEFAULT_THREADS = {"control": 8, "rollout": 256, "trainer": 4, "runner": 1}
 
 
@@ -31,6 +30,7 @@ def resolve_config(cfg: Config) -> Config:
     _threads(config)
     _lengths(config.model)
     _explorer(config)
+    _mode(config)
     _tasksets(config)
     _trainer(config)
     return config
@@ -93,13 +93,29 @@ def _explorer(config: Config) -> None:
     if explorer.rollout_model.dtype is None:
         explorer.rollout_model.dtype = config.model.dtype
     if config.algorithm.repeat_times is None:
-        config.algorithm.repeat_times = GROUP_SIZE.get(config.algorithm.algorithm_type, 1)
+        config.algorithm.repeat_times = repeat_times(config.algorithm.algorithm_type)
+
+
+def _mode(config: Config) -> None:
+    """One device for all cannot hold a full-size sampler, and nccl needs two."""
+    colocated, engine = config.mode == "colocate", config.explorer.rollout_model
+    if engine.gpu_memory_utilization is None:
+        engine.gpu_memory_utilization = COLOCATED_SHARE if colocated else ENGINE_SHARE
+    sync = config.synchronizer
+    if colocated and sync.sync_method == "nccl":
+        sync.sync_method = "memory"
+    if sync.peer_timeout_s is None:
+        joins = config.cluster.type == "address" and modes.meets(config.mode)
+        file = config.buffer.trainer_input.experience_buffer.storage_type == "file"
+        sync.peer_timeout_s = sync.sync_timeout_s if joins and not file else 0.0
 
 
 def _tasksets(config: Config) -> None:
     source = config.buffer.explorer_input
     repeat = config.algorithm.repeat_times
     _taskset(source.taskset, config, name="taskset", repeat_times=repeat or 1)
+    for index, taskset in enumerate(source.tasksets):
+        _taskset(taskset, config, name=f"taskset_{index}", repeat_times=repeat or 1)
     for index, taskset in enumerate(source.eval_tasksets):
         _taskset(taskset, config, name=f"eval_taskset_{index}", repeat_times=1)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from trinity_dask.config.schema import Config
 
+STAGE_FILE = "stage_meta.json"
 STAMP = "_%Y%m%d%H%M%S"
 _STAMPED = re.compile(r"_\d{14}$")
 # in the job directory before a run has written anything
@@ -25,6 +26,9 @@ def choose(config: Config) -> tuple[str, str]:
     ``continue_from_checkpoint=false`` always gives a new one. With ``rerun_finished`` the
     newest run of this name goes on while it is unfinished, and a new one starts after it.
     """
+    if config.mode == "bench":  # over the runs that there are
+        name = _newest(config) if config.rerun_finished else config.name
+        return name, job_dir(config, name)
     name, path = config.name, job_dir(config, config.name)
     if not _has_run(path):
         return name, path
@@ -33,7 +37,7 @@ def choose(config: Config) -> tuple[str, str]:
             return name, path
         name = _newest(config)
         path = job_dir(config, name)
-        if not is_finished(path, n_stages=max(len(config.stages), 1)):
+        if not is_finished(path, max(len(config.stages), 1), stage_file(config)):
             return name, path
     name = config.name + datetime.now().strftime(STAMP)
     return name, job_dir(config, name)
@@ -44,10 +48,15 @@ def job_dir(config: Config, name: str) -> str:
     return "/".join(part.rstrip("/") for part in parts if part)
 
 
-def is_finished(path: str, n_stages: int) -> bool:
+def stage_file(config: Config) -> str:
+    """Name of the file that says which stage is reached: an explorer alone has its own."""
+    return f"{config.explorer.name}_stage_meta.json" if config.mode == "explore" else STAGE_FILE
+
+
+def is_finished(path: str, n_stages: int, file: str = STAGE_FILE) -> bool:
     """Whether the last stage of the job at ``path`` has ended as done."""
     try:
-        meta = json.loads((Path(path) / "stage_meta.json").read_text(encoding="utf-8"))
+        meta = json.loads((Path(path) / file).read_text(encoding="utf-8"))
         return bool(meta["finished"]) and int(meta["latest_stage"]) + 1 >= n_stages
     except (OSError, ValueError, KeyError, TypeError):
         return False

@@ -32,10 +32,13 @@ def slips_allowed(name: str) -> int:
 def nearest(name: str, valid: Iterable[str]) -> Optional[str]:
     """The valid name within a plausible number of slips, or None."""
     word = _plain(name)
-    ranked = sorted((distance(word, _plain(item)), item) for item in valid)
+    # a letter that was doubled, dropped or swapped is likelier than a wrong one
+    ranked = sorted(
+        (distance(word, _plain(item)), len(set(word) ^ set(_plain(item))), item) for item in valid
+    )
     if ranked and ranked[0][0] <= slips_allowed(name):
-        return ranked[0][1]
-    extended = [item for _, item in ranked if _plain(item).startswith(word) and len(word) > 2]
+        return ranked[0][2]
+    extended = [item for _, _, item in ranked if _plain(item).startswith(word) and len(word) > 2]
     return extended[0] if extended else None
 
 

@@ -50,7 +50,7 @@ def check_shadowed(config: Config, overrides: Sequence[str]) -> list[str]:
     useless, partial = list[str](), list[str]()
     for item in map(parse, overrides):
         key = item.key_or_group
-        names = setting_stages(config, key)
+        names = [] if config.mode == "bench" and key == "mode" else setting_stages(config, key)
         if names and len(names) == len(config.stages):
             useless.append(
                 f"{item.input_line} has no effect: every stage sets {key}; "

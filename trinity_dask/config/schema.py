@@ -13,45 +13,104 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
+from trinity_dask.config.schema_buffer import (
+    BufferConfig,
+    ExperienceBufferConfig,
+    ExplorerInputConfig,
+    FormatConfig,
+    OperatorConfig,
+    ReplayBufferConfig,
+    RolloutArgs,
+    SelectorConfig,
+    TasksetConfig,
+    TrainerInputConfig,
+)
+
+__all__ = [
+    "AlgorithmConfig",
+    "BufferConfig",
+    "ClusterConfig",
+    "Config",
+    "CriticConfig",
+    "DynamicTimeoutConfig",
+    "ExperienceBufferConfig",
+    "ExplorerConfig",
+    "ExplorerInputConfig",
+    "FormatConfig",
+    "GroupConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "MonitorConfig",
+    "OperatorConfig",
+    "OptimizerConfig",
+    "OverRolloutConfig",
+    "ParallelConfig",
+    "ReplayBufferConfig",
+    "RolloutArgs",
+    "RolloutCorrectionConfig",
+    "RolloutModelConfig",
+    "SelectorConfig",
+    "SynchronizerConfig",
+    "TasksetConfig",
+    "TrainerConfig",
+    "TrainerInputConfig",
+]
+
 
 @dataclass
 class OptimizerConfig:
-    """AdamW or SGD with warm-up and a named schedule."""
+    """An optimizer with warm-up and a named schedule."""
 
-    optimizer_type: str = "adamw"  # adamw | sgd
+    optimizer_type: str = "adamw"  # adamw | sgd | adamw8bit (needs bitsandbytes and a GPU)
     lr: float = 1e-6
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     eps: float = 1e-8
+    momentum: float = 0.0  # sgd only
     weight_decay: float = 0.01
-    lr_scheduler_type: str = "constant"  # constant | linear | cosine
+    lr_scheduler_type: str = "constant"  # constant | linear | cosine | wsd
     lr_warmup_steps: int = 0  # optimizer schedule counts train steps, not updates
     min_lr_ratio: float = 0.01  # floor of a decaying schedule, as a share of lr
+    wsd_decay_ratio: float = 0.2  # wsd: the last share of the steps, in which lr falls linearly
 
 
 @dataclass
 class RolloutCorrectionConfig:
     """Importance correction for the gap between the sampler and the trainer."""
 
-    mode: str = "none"  # none | token_tis
-    cap: float = 2.0  # weight = min(exp(old_logprob - rollout_logprob), cap)
+    # w = exp(old_logprob - rollout_logprob). *_tis: weight moved into [floor, cap]; *_mask:
+    # dropped outside. token: each token's own w; sequence: product; geometric: its mean
+    mode: str = "none"
+    cap: float = 2.0
+    floor: Optional[float] = None  # None: 1/cap for token_mask, no bound otherwise
+    sequence_filter: str = "none"  # drop answers whose product or geometric mean of w is
+    filter_low: float = 0.99  # below this
+    filter_high: float = 1.01  # or above this
+    # drop tokens whose probability moved by more than this in the advantage's direction
+    # (DPPO; 0.2 is usual); None: off
+    dppo_delta: Optional[float] = None
 
 
 @dataclass
 class AlgorithmConfig:
     """What is optimised. ``None`` fields take the algorithm type's own default."""
 
-    algorithm_type: str = "grpo"  # grpo | sft
+    algorithm_type: str = "grpo"  # docs/algorithms.md
     repeat_times: Optional[int] = None  # samples per task (the group size)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     advantage_fn: Optional[str] = None
     advantage_fn_args: dict[str, Any] = field(default_factory=dict)
     policy_loss_fn: Optional[str] = None
     policy_loss_fn_args: dict[str, Any] = field(default_factory=dict)
-    kl_loss_fn: Optional[str] = None
+    kl_penalty_fn: Optional[str] = None  # in the reward; for advantages of the trainer
+    kl_penalty_fn_args: dict[str, Any] = field(default_factory=dict)
+    kl_loss_fn: Optional[str] = None  # a term of the loss
     kl_loss_fn_args: dict[str, Any] = field(default_factory=dict)
     entropy_loss_fn: Optional[str] = None
     entropy_loss_fn_args: dict[str, Any] = field(default_factory=dict)
-    loss_agg_mode: Optional[str] = None  # token-mean | seq-mean-token-mean | seq-mean-token-sum
+    # how rows of a step are drawn: default | staleness_control | mix
+    sample_strategy: Optional[str] = None
+    sample_strategy_args: dict[str, Any] = field(default_factory=dict)
+    loss_agg_mode: Optional[str] = None  # None: the algorithm's, mostly token-mean
     # true: the sampler's log-probs are the "old" ones; false: the trainer recomputes them
     # with the weights it has at the start of the step.
     bypass_old_logprobs: bool = False
@@ -59,10 +118,26 @@ class AlgorithmConfig:
 
 
 @dataclass
+class LoraConfig:
+    """A low-rank adapter (arXiv 2106.09685); with ``rank`` > 0 nothing else is trained."""
+
+    rank: int = 0  # 0 = train the whole model; vLLM serves 8, 16, 32, 64, 128, 256, 320, 512
+    alpha: float = 32.0  # the adapter is scaled by alpha / rank
+    # module names, or all-linear: every linear layer but the output head
+    target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+    exclude_modules: list[str] = field(default_factory=list)
+    path: Optional[str] = None  # a peft adapter directory to start from; None = a new one
+    merge_export: bool = False  # true: huggingface/ is a whole model, false: the adapter
+
+
+@dataclass
 class ModelConfig:
     """The policy: a Hugging Face model directory, and how it samples."""
 
     model_path: str = ""
+    # frozen teacher of on_policy_distill and jsd, run by the trainer; "" = rows carry
+    # teacher_logprobs already
+    teacher_model_path: str = ""
     trust_remote_code: bool = False
     dtype: str = "float32"  # float32 | bfloat16
     temperature: float = 1.0
@@ -73,6 +148,7 @@ class ModelConfig:
     max_response_tokens: Optional[int] = None
     min_response_tokens: int = 0
     enable_prompt_truncation: bool = True
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass
@@ -85,6 +161,8 @@ class GroupConfig:
     gpus_per_worker: int = 0
     memory_limit: str = "0"  # Dask memory limit; 0 = none (never pause an engine)
     env: dict[str, str] = field(default_factory=dict)
+    # which of a shared cluster's slots this run has; filled in when it joins other runs
+    first_index: Optional[int] = None
 
 
 @dataclass
@@ -105,104 +183,6 @@ class ClusterConfig:
 
 
 @dataclass
-class FormatConfig:
-    """How a data set row becomes a prompt, a truth, or a training example."""
-
-    prompt_type: str = "plaintext"  # plaintext | messages
-    prompt_key: str = "prompt"
-    response_key: str = "response"
-    messages_key: str = "messages"
-    system_prompt: Optional[str] = None
-    # false: the prompt text is tokenised as it is, without the chat template
-    apply_chat_template: bool = True
-    # append the end-of-sequence token to the response of a plaintext SFT row
-    append_eos: bool = True
-
-
-@dataclass
-class SelectorConfig:
-    """The order in which a taskset is read."""
-
-    selector_type: str = "sequential"  # sequential | shuffle | random
-    seed: int = 42
-
-
-@dataclass
-class RolloutArgs:
-    """Sampling of one taskset; ``None`` inherits from ``model``."""
-
-    temperature: Optional[float] = None
-    top_p: Optional[float] = None
-    top_k: Optional[int] = None
-    max_tokens: Optional[int] = None
-
-
-@dataclass
-class TasksetConfig:
-    """A file of tasks (or of SFT rows)."""
-
-    name: Optional[str] = None
-    path: str = ""
-    split: str = "train"
-    format: FormatConfig = field(default_factory=FormatConfig)
-    workflow: Optional[str] = None  # registered name, "module:Class" or "file.py:Class"
-    reward_fn: Optional[str] = None  # registered name, "module:fn" or "file.py:fn"
-    workflow_args: dict[str, Any] = field(default_factory=dict)
-    reward_fn_args: dict[str, Any] = field(default_factory=dict)
-    rollout_args: RolloutArgs = field(default_factory=RolloutArgs)
-    data_selector: SelectorConfig = field(default_factory=SelectorConfig)
-    repeat_times: Optional[int] = None  # train: algorithm.repeat_times; eval: 1
-
-
-@dataclass
-class ExplorerInputConfig:
-    taskset: TasksetConfig = field(default_factory=TasksetConfig)
-    eval_tasksets: list[TasksetConfig] = field(default_factory=list)
-    default_workflow: Optional[str] = "simple_workflow"
-    default_reward_fn: Optional[str] = None
-
-
-@dataclass
-class ExperienceBufferConfig:
-    """Where experiences are kept between explorer and trainer."""
-
-    name: str = "experience"
-    storage_type: str = "store"  # store (Arrow on fsspec, from the explorer) | file (SFT rows)
-    path: Optional[str] = None  # store: fsspec URL, default <job>/buffer/<name>; file: the rows
-    storage_options: dict[str, Any] = field(default_factory=dict)  # passed to fsspec
-    compression: Optional[str] = None  # None | lz4 | zstd
-    capacity_batches: int = 64  # committed and not yet trained; the explorer waits beyond it
-    max_read_timeout_s: float = 1800.0
-    skip_corrupt: bool = False  # true: a damaged file is named, counted and skipped
-    split: str = "train"
-    format: FormatConfig = field(default_factory=FormatConfig)
-    data_selector: SelectorConfig = field(default_factory=SelectorConfig)
-
-
-@dataclass
-class TrainerInputConfig:
-    experience_buffer: ExperienceBufferConfig = field(default_factory=ExperienceBufferConfig)
-
-
-@dataclass
-class OperatorConfig:
-    name: str = ""
-    args: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class BufferConfig:
-    batch_size: int = 1  # tasks per explorer step
-    # rows per train step; None = exactly what one explorer step committed
-    train_batch_size: Optional[int] = None
-    total_epochs: int = 1
-    total_steps: Optional[int] = None
-    explorer_input: ExplorerInputConfig = field(default_factory=ExplorerInputConfig)
-    trainer_input: TrainerInputConfig = field(default_factory=TrainerInputConfig)
-    operators: list[OperatorConfig] = field(default_factory=list)  # on every committed batch
-
-
-@dataclass
 class RolloutModelConfig:
     """The engine that samples. One engine per rollout worker."""
 
@@ -212,15 +192,37 @@ class RolloutModelConfig:
     tensor_parallel_size: int = 1
     enforce_eager: bool = True
     enable_prefix_caching: bool = True
-    gpu_memory_utilization: float = 0.9  # GPU only
+    gpu_memory_utilization: Optional[float] = None  # GPU only; None = 0.9, colocate: 0.25
     kv_cache_memory_bytes: int = 268_435_456  # CPU only
     max_num_seqs: int = 256  # sequences decoded together (vllm), or per batch (torch)
     prepare_timeout_s: float = 600.0
     request_timeout_s: float = 300.0
+    enable_history: bool = False  # a run's model keeps all it sampled, for multi-turn workflows
     extra_engine_args: dict[str, Any] = field(default_factory=dict)
     # fake engine only: seconds per request, drawn log-normally when sigma > 0
     fake_latency_s: float = 0.0
     fake_latency_sigma: float = 0.0
+    fake_first_latency_s: float = 0.0  # fake engine only: more for the first request, as a compile
+
+
+@dataclass
+class OverRolloutConfig:
+    """Go on with most of a batch instead of waiting for its slowest tasks."""
+
+    # share of a train batch's tasks that may be missing; 0 = wait for all of them
+    ratio: float = 0.0
+    wait_after_min_s: float = 30.0  # how long the rest may still come in, once enough are there
+    # tasks that are cut off with some runs finished count with those runs
+    return_partial_tasks: bool = True
+
+
+@dataclass
+class DynamicTimeoutConfig:
+    """Shorten ``max_timeout_s`` to a multiple of what a training sub-task usually takes."""
+
+    enable: bool = False
+    ratio: float = 3.0  # times the mean seconds of a finished training sub-task
+    warmup_min_steps: int = 1  # train batches to be complete before it applies
 
 
 @dataclass
@@ -232,10 +234,31 @@ class ExplorerConfig:
     max_retry_times: int = 2
     max_repeat_times_per_runner: Optional[int] = None  # split a group into sub-tasks
     concurrent_mode: str = "asynchronous"  # sequential | asynchronous | multi-threading
-    partial_group: str = "keep"  # keep | drop: a group in which some runs failed
+    runner_state_report_interval_s: float = 5.0  # what workflows report of themselves; 0 = off
+    # workers that run workflows: auto | rollout | runner. auto: blocking (not async) ones on
+    # runner workers where cluster.runner has some, everything else beside its engine
+    run_on: str = "auto"
+    # a group in which some runs failed: keep the others | replace the failed ones by new runs, as
+    # long as attempts are left | drop all of it
+    partial_group: str = "keep"
+    over_rollout: OverRolloutConfig = field(default_factory=OverRolloutConfig)
+    dynamic_timeout: DynamicTimeoutConfig = field(default_factory=DynamicTimeoutConfig)
+    max_inflight_batches: int = 2  # submitted and not yet committed
     eval_interval: int = 10  # explorer steps; 0 = never
     eval_on_startup: bool = True
     eval_at_end: bool = True
+    bench_on_latest_checkpoint: bool = False  # bench: the newest checkpoint only
+
+
+@dataclass
+class ParallelConfig:
+    """How the trainer's ranks share a model."""
+
+    # ddp: every rank has all of it; fsdp2: each rank keeps a shard of every tensor
+    strategy: str = "ddp"
+    # fsdp2: true frees a layer's gathered weights after its forward pass and gathers them
+    # again for the backward pass (least memory); false keeps them (less communication)
+    reshard_after_forward: bool = True
 
 
 @dataclass
@@ -251,18 +274,46 @@ class TrainerConfig:
     min_mini_batch_rows: int = 1  # fewer mini-batches rather than smaller ones
     micro_batch_tokens: int = 65_536  # padded tokens of one forward pass
     gradient_checkpointing: bool = False
+    # weights and optimizer state wait in CPU memory between train steps (GPU only)
+    offload: bool = False
+    # float32 logits of more than this many MB are computed in parts, and again for the
+    # gradient, so that they are never all in memory; 0 = always in parts
+    logits_mb: int = 256
+    # auto: kernels of liger-kernel where it is installed and the device is a GPU; off: torch's
+    fused_kernels: str = "auto"
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     step_timeout_s: float = 1800.0
     max_empty_batches: int = 20  # consecutive batches without a row before the run stops
     max_rank_restarts: int = 3
 
 
 @dataclass
+class CriticConfig:
+    """The value model of ``ppo``; used only by algorithms that have a critic."""
+
+    model_path: str = ""  # a critic's or a causal model's directory; "" = model.model_path
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    warmup_steps: int = 0  # train steps in which the critic learns and the policy stands still
+    epochs: int = 1  # passes over the rows of a train step
+    mini_batches: int = 1  # optimizer updates per epoch
+    value_clip: Optional[float] = 0.5  # how far a value may move in a step; None = freely
+    grad_clip: float = 1.0
+
+
+@dataclass
 class SynchronizerConfig:
     sync_method: str = "nccl"  # nccl (gloo on CPU) | memory | checkpoint
+    # who decides when weights move: fixed | trainer_driven | explorer_driven | fully_async
     sync_style: str = "fixed"
-    sync_interval: int = 1
-    sync_offset: int = 0
+    sync_interval: int = 1  # steps from one sync point to the next, on either side
+    sync_offset: int = 0  # batches the explorer may be ahead of the trainer (fixed)
+    # train steps between the sampling of a token and its training: batches are begun only when
+    # they will be young enough, with one train step per batch; None = any age
+    max_staleness: Optional[int] = None
     sync_timeout_s: float = 600.0
+    # mode explore or train: how long to wait for the other side to join under this run's name;
+    # 0 = alone. None = sync_timeout_s with cluster.type=address, else 0
+    peer_timeout_s: Optional[float] = None
     bucket_mb: int = 64
     probe_interval: int = 1  # compare fixed log-probs every k-th sync; 0 = never
     probe_tolerance: float = 1e-3
@@ -274,13 +325,14 @@ class MonitorConfig:
     sink_args: dict[str, Any] = field(default_factory=dict)  # {"wandb": {"entity": ...}}
     progress: str = "auto"  # auto | live | plain | off
     curves: bool = True  # write curves.png at the end
+    detailed_stats: bool = False  # eval metrics with mean, max, min and std over the tasks
 
 
 @dataclass
 class Config:
     """The whole job. Section names follow Trinity-RFT."""
 
-    mode: str = "both"  # both | train | explore
+    mode: str = "both"  # both | explore | train | bench | colocate | serve (not yet)
     project: str = "trinity-dask"
     group: str = ""
     name: str = "rft"
@@ -298,6 +350,7 @@ class Config:
     buffer: BufferConfig = field(default_factory=BufferConfig)
     explorer: ExplorerConfig = field(default_factory=ExplorerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     synchronizer: SynchronizerConfig = field(default_factory=SynchronizerConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     stages: list[dict[str, Any]] = field(default_factory=list)

@@ -78,6 +78,8 @@ def _merge(base: Config, stage: Mapping[str, Any], index: int) -> Config:
     if _changes_algorithm(base, stage):
         inherited.algorithm = AlgorithmConfig(optimizer=inherited.algorithm.optimizer)
     inherited.job_dir = f"{base.job_dir}/{stage.get('stage_name', index)}"
+    if base.mode == "bench":  # of all stages, whatever each of them once ran
+        stage = {key: value for key, value in stage.items() if key != "mode"}
     try:
         tree = OmegaConf.unsafe_merge(OmegaConf.structured(inherited), dict(stage))
         return resolve_config(cast(Config, OmegaConf.to_object(cast(DictConfig, tree))))

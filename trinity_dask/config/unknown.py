@@ -32,6 +32,10 @@ RENAMED = {
     "buffer.trainer_input.experience_buffer.capacity": (
         "buffer.trainer_input.experience_buffer.capacity_batches"
     ),
+    "buffer.trainer_input.experience_buffer.replay_buffer.reuse_cooldown_time": (
+        "buffer.trainer_input.experience_buffer.replay_buffer.reuse_cooldown_time_s"
+    ),
+    "buffer.explorer_input.taskset.task_selector": "buffer.explorer_input.taskset.data_selector",
     "buffer.explorer_input.taskset.default_workflow_type": "buffer.explorer_input.taskset.workflow",
     "buffer.explorer_input.taskset.default_reward_fn_type": (
         "buffer.explorer_input.taskset.reward_fn"

@@ -1,0 +1,40 @@
+"""Rules between the synchronizer's keys and those of both sides.
+
+Invariant: a combination in which one side would wait for the other for ever is refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trinity_dask.config import modes
+from trinity_dask.config.schema import Config
+
+_CAPACITY = "buffer.trainer_input.experience_buffer.capacity_batches"
+
+
+def synchronizer(config: Config) -> Iterator[str]:
+    if not (modes.explores(config.mode) and modes.trains(config.mode)):
+        return
+    sync = config.synchronizer
+    capacity = config.buffer.trainer_input.experience_buffer.capacity_batches
+    ahead = sync.sync_interval + sync.sync_offset
+    if sync.sync_style == "fixed" and 0 < capacity < ahead:
+        yield (
+            f"{_CAPACITY}={capacity} is below synchronizer.sync_interval={sync.sync_interval} + "
+            f"synchronizer.sync_offset={sync.sync_offset}: in style fixed the explorer commits "
+            f"that many batches before the trainer may go on; set it to {ahead} or more, or 0"
+        )
+    least = ahead - 1
+    if sync.max_staleness is not None and sync.max_staleness < least:
+        yield (
+            f"synchronizer.max_staleness={sync.max_staleness} cannot be kept: weights move every "
+            f"synchronizer.sync_interval={sync.sync_interval} steps"
+            + (f", {sync.sync_offset} batches late" if sync.sync_offset else "")
+            + f"; set it to {least} or more, or lower the interval"
+        )
+    if sync.sync_offset and sync.sync_style == "fully_async":
+        yield (
+            f"synchronizer.sync_offset={sync.sync_offset} has no meaning in style fully_async, "
+            "which has no boundaries; leave it out"
+        )

@@ -1,0 +1,59 @@
+"""How the trainer's options go together.
+
+Invariant: as in :mod:`trinity_dask.config.checks`; a message says what to set instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trinity_dask.config import modes
+from trinity_dask.config.schema import Config
+
+
+def schedule(config: Config) -> Iterator[str]:
+    """A schedule that decays has to know its last step."""
+    total = config.trainer.total_steps or config.buffer.total_steps
+    if not modes.trains(config.mode) or total is not None:
+        return
+    for key, optimizer in (
+        ("algorithm.optimizer", config.algorithm.optimizer),
+        ("critic.optimizer", config.critic.optimizer),
+    ):
+        if optimizer.lr_scheduler_type != "constant":
+            yield (
+                f"{key}.lr_scheduler_type={optimizer.lr_scheduler_type} ends at a step that is not "
+                "known: set trainer.total_steps (or buffer.total_steps), or constant"
+            )
+
+
+def parallel(config: Config) -> Iterator[str]:
+    """What shards cannot do."""
+    if not modes.trains(config.mode) or config.trainer.parallel.strategy != "fsdp2":
+        return
+    if config.cluster.trainer.n_workers < 2:
+        yield (
+            "trainer.parallel.strategy=fsdp2 with cluster.trainer.n_workers="
+            f"{config.cluster.trainer.n_workers} has nothing to share: raise n_workers, or use ddp"
+        )
+    if config.algorithm.optimizer.optimizer_type == "adamw8bit":
+        yield (
+            "algorithm.optimizer.optimizer_type=adamw8bit cannot hold shards: set it to adamw, or "
+            "trainer.parallel.strategy=ddp"
+        )
+
+
+def lora(config: Config) -> Iterator[str]:
+    """An adapter needs something to sit on, and engines that can hold it."""
+    section = config.model.lora
+    if section.rank == 0:
+        if section.path is not None:
+            yield (
+                f"model.lora.path={section.path} has no effect with model.lora.rank=0: set the "
+                "adapter's rank, or leave the path out"
+            )
+        return
+    if not section.target_modules:
+        yield "model.lora.target_modules is empty: name linear layers, or write [all-linear]"
+    if config.explorer.rollout_model.engine_type == "vllm" and section.rank > 512:
+        yield f"model.lora.rank={section.rank} is more than vLLM serves: 512 or less"
