@@ -9,7 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from trinity_dask.buffer.errors import DataError, EndOfData
-from trinity_dask.buffer.sft import SFTFormatter, SFTReader
+from trinity_dask.buffer.row_files import RowFile
+from trinity_dask.buffer.sft_format import SFTFormatter
 from trinity_dask.config.schema import ExperienceBufferConfig, FormatConfig, SelectorConfig
 from trinity_dask.experience import EID, RESPONSE_TRUNCATED, Experience
 from trinity_dask.experience.schema import from_table
@@ -126,17 +127,17 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "sft.jsonl"
 
 
-def reader(path: Path, tokenizer: Any, selector: str = "shuffle", **kw: Any) -> SFTReader:
+def reader(path: Path, tokenizer: Any, selector: str = "shuffle", **kw: Any) -> RowFile:
     cfg = ExperienceBufferConfig(
         storage_type="file",
         path=str(path),
         format=FormatConfig(apply_chat_template=False),
         data_selector=SelectorConfig(selector, 42),
     )
-    return SFTReader(cfg, tokenizer, **{"batch_size": 2, "total_epochs": 2, **kw})
+    return RowFile(cfg, tokenizer, **{"batch_size": 2, "total_epochs": 2, **kw})
 
 
-def drain(rows: SFTReader, n: int = 2) -> list[list[str | None]]:
+def drain(rows: RowFile, n: int = 2) -> list[list[str | None]]:
     batches = []
     while True:
         try:

@@ -352,3 +352,15 @@ def test_unwritable_store_says_so(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("a file where the directory should be")
     with pytest.raises(StoreError, match="NotADirectoryError"):
         ExperienceStore(str(tmp_path / "store")).commit(1, rows(1, 1), {})
+
+
+def test_a_store_from_before_a_column_existed_stays_readable(tmp_path: Path) -> None:
+    store = ExperienceStore(str(tmp_path))
+    manifest = store.commit(1, to_table([Experience(tokens=[1, 2, 3])]), {})
+    path = tmp_path / manifest.path
+    older = pa.ipc.open_file(path.read_bytes()).read_all().drop_columns(["teacher_logprobs"])
+    with pa.ipc.new_file(str(path), older.schema) as writer:
+        writer.write_table(older)
+    (read,) = from_table(ExperienceStore(str(tmp_path)).read([manifest.ref()]))
+    assert read.teacher_logprobs is None
+    assert read.tokens.tolist() == [1, 2, 3]

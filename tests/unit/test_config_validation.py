@@ -108,7 +108,7 @@ def test_a_range_is_written_as_a_reader_would():
         ("algorithm__optimizer__lr", math.nan, "algorithm.optimizer.lr=nan"),
         ("algorithm__algorithm_type", "grop", "did you mean 'grpo'?"),
         ("explorer__rollout_model__engine_type", "torhc", "did you mean 'torch'?"),
-        ("synchronizer__sync_style", "fully_async", "allowed: fixed"),
+        ("synchronizer__sync_style", "fully_synced", "did you mean 'fully_async'?"),
         ("cluster__scheduler_port", 70000, ">= 0 and <= 65535"),
         ("seed", -1, "seed=-1 is out of range"),
     ],
@@ -315,3 +315,44 @@ def test_rerun_finished_goes_on_with_the_newest_run_until_it_is_finished(tmp_pat
     assert named(rerun_finished=True) == "job_20260101000000"
     _finish(home / "job_20260101000000", 0, finished=True)
     assert named(rerun_finished=True) not in ("job", "job_20260101000000", "job_other")
+
+
+def test_the_words_of_trinity_for_styles_and_methods_are_known():
+    config = resolve(
+        grpo(synchronizer__sync_style="Dynamic_by_explorer", synchronizer__sync_method="offline")
+    )
+    assert config.synchronizer.sync_style == "explorer_driven"
+    assert config.synchronizer.sync_method == "checkpoint"
+
+
+def test_a_buffer_too_small_for_the_distance_between_the_sides_is_refused():
+    store = "buffer__trainer_input__experience_buffer__capacity_batches"
+    keys = {store: 2, "synchronizer__sync_interval": 2, "synchronizer__sync_offset": 1}
+    (line,) = problems(grpo(**keys))
+    assert "set it to 3 or more, or 0" in line
+    assert problems(grpo(**{**keys, store: 3})) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"algorithm__optimizer__lr_scheduler_type": "wsd"}, "set trainer.total_steps"),
+        ({"critic__optimizer__lr_scheduler_type": "cosine"}, "critic.optimizer.lr_scheduler_type"),
+        ({"trainer__parallel__strategy": "fsdp2"}, "nothing to share"),
+        ({"model__lora__path": "adapter"}, "set the adapter's rank"),
+        ({"model__lora__rank": 8, "model__lora__target_modules": []}, "target_modules is empty"),
+    ],
+)
+def test_trainer_options_that_do_not_go_together(changes, message):
+    from trinity_dask.config import trainer_checks
+    from trinity_dask.config.schema import Config
+
+    cfg = Config()
+    for key, value in changes.items():
+        *path, last = key.split("__")
+        section = cfg
+        for name in path:
+            section = getattr(section, name)
+        setattr(section, last, value)
+    checks = (trainer_checks.schedule, trainer_checks.parallel, trainer_checks.lora)
+    assert message in "\n".join(text for check in checks for text in check(cfg))

@@ -131,3 +131,21 @@ def test_preference_pairs_are_refused() -> None:
     pair = Experience(tokens=[1, 2], chosen=[3], rejected=[4])
     with pytest.raises(ValueError, match="preference pairs"):
         collate(to_table([pair]), PAD)
+
+
+def test_expert_rows_runs_steps_and_baselines() -> None:
+    exps = [
+        Experience(tokens=[1, 2, 3], eid=EID(1, 0, run, step), action_mask=[True, run == 0])
+        for run, step in ((0, 3), (1, 4), (2, 5))
+    ]
+    exps[1].info = {"is_expert": True, "step": 7}
+    exps[2].info = {"note": 'says "is_expert": true', "is_expert": False}
+    batch = collate(to_table(exps), pad_token_id=0)
+    assert batch["expert_mask"].tolist() == [[False, False], [True, False], [False, False]]
+    assert (batch["run"].tolist(), batch["eid_step"].tolist()) == ([0, 1, 2], [3, 4, 5])
+    assert "reward_baselines" not in batch
+    for value, exp in enumerate(exps):
+        exp.info = {"reward_baseline": value / 4}
+    baselines = collate(to_table(exps), pad_token_id=0)["reward_baselines"]
+    assert baselines.tolist() == [0.0, 0.25, 0.5]
+    assert "reward_baselines" not in collate(to_table([]), pad_token_id=0)

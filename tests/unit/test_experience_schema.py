@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from trinity_dask.experience import EID, RESPONSE_TRUNCATED, Experience
 from trinity_dask.experience.experience import RESPONSE_FIELDS
-from trinity_dask.experience.schema import SCHEMA, from_table, to_table
+from trinity_dask.experience.schema import SCHEMA, conform, from_table, to_table
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 ID = st.one_of(st.integers(-(2**40), 2**40), TEXT)
@@ -130,3 +130,13 @@ def test_foreign_and_inconsistent_tables_are_refused() -> None:
     wrong = table.set_column(index, "logprobs", pa.array(["x"]))
     with pytest.raises(ValueError, match="column logprobs is string"):
         from_table(wrong)
+
+
+def test_tables_of_other_versions_are_read() -> None:
+    table = to_table([Experience(tokens=[1, 2, 3])])
+    older = table.drop_columns(["teacher_logprobs", "tools"])
+    assert conform(older).equals(table)
+    newer = table.append_column("later", pa.array([1]))
+    assert conform(newer.select(sorted(newer.column_names))).equals(table)
+    with pytest.raises(ValueError, match="lacks the columns tokens"):
+        conform(table.drop_columns(["tokens"]))

@@ -107,7 +107,9 @@ def test_fault_10_a_signal_in_a_thread_is_an_error():
         return 1.0
 
     (found,) = score(mine, "a")
-    assert isinstance(found, ValueError)
+    assert isinstance(found, RewardError)
+    assert "work only in a main thread" in str(found)
+    assert "reward_timeout_s" in str(found)
 
 
 def test_fault_06_a_slow_reward_leaves_the_event_loop_free():

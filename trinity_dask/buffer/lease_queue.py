@@ -1,38 +1,34 @@
 """A first-in-first-out queue of row ranges with leases. No I/O, no clock, no rows.
 
-Invariant: every row of every added batch is in exactly one of three states, queued,
-leased or consumed; it leaves the last one never, and ``state_dict`` names exactly the
-consumed ones. So a queue rebuilt from the state and the committed batches hands out every
-row that was not consumed, once, in the original order.
+Invariant: every row of every added batch is in exactly one of four states, queued,
+leased, consumed or dropped; it leaves the last two never, and ``state_dict`` names exactly
+the rows in these. So a queue rebuilt from the state and the committed batches hands out
+every row that was neither, once, in the original order.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from trinity_dask.buffer.ranges import Ranges
+from trinity_dask.buffer.row_index import RowIndex
+from trinity_dask.buffer.row_queue import BatchId, Done, Lease, Part
 
-BatchId = int | str
-Part = tuple[BatchId, int, int]
-
-
-@dataclass(frozen=True)
-class Lease:
-    """Rows handed out together: ``(batch_id, start, stop)`` parts in queue order."""
-
-    lease_id: int
-    parts: tuple[Part, ...]
-    rows: int
+__all__ = ["BatchId", "Lease", "LeaseQueue", "Part"]
 
 
 @dataclass
 class _Batch:
-    """A batch that is not fully consumed. ``untouched`` matters for batches of 0 rows only."""
+    """A batch with rows to come. ``untouched`` matters for batches of 0 rows only.
+
+    ``consumed`` holds the dropped rows as well: neither is handed out again.
+    """
 
     rows: int
     queued: Ranges
     consumed: Ranges
+    index: RowIndex
     untouched: bool = True
 
     @property
@@ -44,43 +40,28 @@ class _Batch:
         return len(self.consumed) == self.rows and not (self.rows == 0 and self.untouched)
 
 
-@dataclass
-class _Done:
-    """Fully consumed batches, integer ids compactly."""
-
-    numbered: Ranges = field(default_factory=Ranges)
-    named: dict[str, None] = field(default_factory=dict)
-
-    def __contains__(self, batch_id: BatchId) -> bool:
-        if isinstance(batch_id, str):
-            return batch_id in self.named
-        return batch_id in self.numbered
-
-    def add(self, batch_id: BatchId) -> None:
-        if isinstance(batch_id, str):
-            self.named[batch_id] = None
-        else:
-            self.numbered.add(batch_id, batch_id + 1)
-
-
 class LeaseQueue:
     """Batches go in, leases come out, acknowledged leases are gone for good."""
 
+    bounded_by_batches = True
+
     def __init__(self) -> None:
         self._batches: dict[BatchId, _Batch] = {}  # unfinished ones, in queue order
-        self._done = _Done()
+        self._done = Done()
         self._partial: dict[BatchId, Ranges] = {}  # loaded, batch not added yet
         self._leases: dict[int, Lease] = {}
         self._next_lease = 0
         self._consumed_rows = 0
+        self._dropped_rows = 0
         self.closed = False
 
     # -- events ---------------------------------------------------------------------
 
-    def add(self, batch_id: BatchId, rows: int) -> None:
+    def add(self, batch_id: BatchId, rows: int, index: RowIndex | None = None) -> None:
         """Append a batch of ``rows`` rows; what a loaded state calls consumed stays so.
 
-        Adding a known batch again is a no-op.
+        ``index`` tells groups and versions apart; without it the batch is one group of
+        unknown version. Adding a known batch again is a no-op.
 
         Raises:
             ValueError: the queue is closed, or the state names rows the batch has not.
@@ -95,10 +76,13 @@ class LeaseQueue:
                 f"the saved lease state consumed rows up to {consumed.stop} of batch "
                 f"{batch_id!r}, which has {rows}: state and store belong to different runs"
             )
-        self._batches[batch_id] = _Batch(rows, consumed.complement(rows), consumed)
+        index = index or RowIndex.unknown(rows)
+        self._batches[batch_id] = _Batch(rows, consumed.complement(rows), consumed, index)
 
-    def lease(self, n_rows: int | None) -> Lease | None:
+    def lease(self, n_rows: int | None, whole_groups: bool = False) -> Lease | None:
         """Lease exactly ``n_rows`` rows across batches, or the whole next batch for None.
+
+        ``whole_groups`` adds the rest of the last group, so that none is torn apart.
 
         None returns what is queued of the first batch that has something queued, and a
         batch of 0 rows once. With ``n_rows`` such batches count as consumed in passing.
@@ -111,7 +95,7 @@ class LeaseQueue:
         self._pass_empty_batches()
         if self.queued_rows < n_rows:
             return None
-        return self._lease_rows(n_rows)
+        return self._lease_rows(n_rows, whole_groups)
 
     def can_lease(self, n_rows: int | None) -> bool:
         """Whether :meth:`lease` would give something now; changes nothing."""
@@ -132,6 +116,30 @@ class LeaseQueue:
             batch.queued.add(start, stop)
             batch.untouched = True
 
+    def drop_older(self, version: int) -> int:
+        """Drop the queued groups with a token of a known model version below ``version``.
+
+        Returns the number of rows; they are never handed out and count as dropped.
+        """
+        dropped = 0
+        for batch_id, batch in list(self._batches.items()):
+            for start, stop, oldest, _ in batch.index.groups():
+                if 0 <= oldest < version:
+                    dropped += self._drop(batch, start, stop)
+            self._finish_if_consumed(batch_id)
+        self._dropped_rows += dropped
+        return dropped
+
+    def _drop(self, batch: _Batch, start: int, stop: int) -> int:
+        parts = batch.queued.cut(start, stop)
+        for part in parts:
+            batch.consumed.add(*part)
+        return sum(b - a for a, b in parts)
+
+    def next_change_s(self) -> float | None:
+        """Seconds until rows come by themselves: never here."""
+        return None
+
     def close(self) -> None:
         """No batch will be added any more; leases go on until nothing is left."""
         self.closed = True
@@ -146,6 +154,26 @@ class LeaseQueue:
     @property
     def queued_rows(self) -> int:
         return sum(len(batch.queued) for batch in self._batches.values())
+
+    @property
+    def leasable_rows(self) -> int:
+        """Rows that can be leased now: the queued ones."""
+        return self.queued_rows
+
+    @property
+    def returnable_rows(self) -> int:
+        """Rows that a release may make leasable again: the leased ones."""
+        return self.leased_rows
+
+    @property
+    def dropped_rows(self) -> int:
+        """Rows that were too old, over the whole lineage."""
+        return self._dropped_rows
+
+    @property
+    def reused_rows(self) -> int:
+        """Trainings of rows after their first: none here."""
+        return 0
 
     @property
     def leased_rows(self) -> int:
@@ -169,16 +197,12 @@ class LeaseQueue:
     @property
     def consumed_batch(self) -> int:
         """The largest b such that every integer batch <= b is fully consumed; 0 for none."""
-        unfinished = [b for b in self._batches if isinstance(b, int)]
-        unfinished += [b for b in self._partial if isinstance(b, int)]
-        limit = min(unfinished, default=self._done.numbered.stop)
-        return self._done.numbered.largest_below(limit) or 0
+        return self._done.largest_before([*self._batches, *self._partial])
 
     def consumed_batches(self) -> list[BatchId]:
         """Ids with at least one consumed row, and finished empty ones (for checks)."""
-        numbers = [n for a, b in self._done.numbered.to_list() for n in range(a, b)]
         started = [b for b, batch in self._batches.items() if batch.consumed]
-        return [*numbers, *self._done.named, *started, *self._partial]
+        return [*self._done.ids(), *started, *self._partial]
 
     def state_dict(self) -> dict[str, Any]:
         """The consumed ranges, as JSON. Leased rows count as not consumed."""
@@ -188,6 +212,7 @@ class LeaseQueue:
             "finished_named": list(self._done.named),
             "partial": [[b, ranges.to_list()] for b, ranges in partial.items() if ranges],
             "consumed_rows": self._consumed_rows,
+            "dropped_rows": self._dropped_rows,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -196,11 +221,17 @@ class LeaseQueue:
         Raises:
             ValueError: batches were added before.
         """
-        if self._batches or self._done.numbered or self._done.named:
+        if "items" in state:
+            raise ValueError(
+                "the saved lease state is that of a replay buffer; set "
+                "replay_buffer.enable=true again, or start a new job directory"
+            )
+        if self._batches or self._done:
             raise ValueError("load the lease state before batches are added to the queue")
-        self._done = _Done(Ranges(state["finished"]), dict.fromkeys(state["finished_named"]))
+        self._done = Done(Ranges(state["finished"]), dict.fromkeys(state["finished_named"]))
         self._partial = {batch_id: Ranges(ranges) for batch_id, ranges in state["partial"]}
         self._consumed_rows = state["consumed_rows"]
+        self._dropped_rows = state.get("dropped_rows", 0)
 
     # -- internals ------------------------------------------------------------------
 
@@ -211,7 +242,7 @@ class LeaseQueue:
 
     def _new_lease(self, parts: list[Part]) -> Lease:
         rows = sum(stop - start for _, start, stop in parts)
-        lease = Lease(self._next_lease, tuple(parts), rows)
+        lease = Lease(self._next_lease, tuple(parts), rows, (1,) * len(parts))
         self._next_lease += 1
         self._leases[lease.lease_id] = lease
         return lease
@@ -224,7 +255,7 @@ class LeaseQueue:
                 return self._new_lease([(batch_id, start, stop) for start, stop in ranges])
         return None
 
-    def _lease_rows(self, n_rows: int) -> Lease:
+    def _lease_rows(self, n_rows: int, whole_groups: bool) -> Lease:
         parts: list[Part] = []
         missing = n_rows
         for batch_id, batch in self._batches.items():
@@ -233,7 +264,18 @@ class LeaseQueue:
                 missing -= stop - start
             if missing == 0:
                 break
+        if whole_groups:
+            self._add_rest_of_group(parts)
         return self._new_lease(parts)
+
+    def _add_rest_of_group(self, parts: list[Part]) -> None:
+        batch_id, start, stop = parts[-1]
+        batch = self._batches[batch_id]
+        ends = (end for low, end, _, _ in batch.index.groups() if low < stop <= end)
+        rest = batch.queued.cut(stop, next(ends, stop))
+        if rest and rest[0][0] == stop:  # the last part and its rest are one range
+            parts[-1] = (batch_id, start, rest.pop(0)[1])
+        parts += [(batch_id, a, b) for a, b in rest]
 
     def _pass_empty_batches(self) -> None:
         empty = [b for b, batch in self._batches.items() if batch.rows == 0 and batch.untouched]

@@ -57,6 +57,20 @@ class Ranges:
             n -= cut - start
         return taken
 
+    def cut(self, start: int, stop: int) -> list[Range]:
+        """Remove and return the members of ``[start, stop)``, as ranges."""
+        removed: list[Range] = []
+        kept: list[Range] = []
+        for low, high in self._ranges:
+            inside = (max(low, start), min(high, stop))
+            if inside[0] >= inside[1]:
+                kept.append((low, high))
+                continue
+            removed.append(inside)
+            kept += [part for part in ((low, inside[0]), (inside[1], high)) if part[0] < part[1]]
+        self._ranges = kept
+        return removed
+
     def complement(self, stop: int) -> Ranges:
         """The members of ``[0, stop)`` that are not in this set."""
         edges = [0, *(edge for pair in self._ranges for edge in pair), stop]

@@ -1,23 +1,39 @@
 """The order in which the rows of a file are read.
 
-Invariant: the indices are a function of (rows, seed, position) alone, and the position is
-the number of indices given so far. So restoring the position restores the order exactly,
-at an epoch edge too, and changing the batch size does not reshuffle (``random`` excepted).
+Invariant: the indices are a function of (rows, seed, state) alone; the state is the position
+(the number of indices given so far) and, where a selector learns, all that it has learned.
+So restoring the state restores the order exactly, at an epoch edge too, and changing the
+batch size does not reshuffle (``random`` and ``difficulty_based`` excepted).
 """
 
 from __future__ import annotations
 
+import inspect
+import math
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from trinity_dask.algorithm.registry import Registry
+from trinity_dask.algorithm.registry import LazyRegistry, build
+from trinity_dask.buffer.errors import DataError
+from trinity_dask.buffer.readers import RowReader
+from trinity_dask.config.schema import SelectorConfig
 
-SELECTORS: Registry = Registry("selector")
+SELECTORS = LazyRegistry("selector")
+SELECTORS.register_module("difficulty_based")("trinity_dask.buffer.difficulty:DifficultySelector")
 
 
 class Selector(Protocol):
+    """Made of ``(n_rows, seed, **kwargs)``, and of ``features`` where it declares them.
+
+    ``features`` is float64 ``[rows, keys]``, the columns ``data_selector.feature_keys``.
+    """
+
     def get_indices(self, batch_size: int) -> list[int]: ...
+
+    def update(self, indices: Sequence[int], values: Sequence[float]) -> None:
+        """Learn from what was observed: ``values`` (as pass rates) of rows ``indices``."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -33,6 +49,9 @@ class _Positioned:
         self.n_rows = n_rows
         self.seed = seed
         self.position = 0
+
+    def update(self, indices: Sequence[int], values: Sequence[float]) -> None:
+        """What was observed changes nothing here."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self.position}
@@ -79,3 +98,65 @@ class RandomSelector(_Positioned):
         rng = np.random.default_rng(self.seed + self.position)
         self.position += batch_size
         return rng.choice(self.n_rows, batch_size, replace=False).tolist()
+
+
+@SELECTORS.register_module("offline_easy2hard")
+class EasyToHardSelector(SequentialSelector):
+    """Rows sorted once by (features…, index), the largest first; then in that order, round.
+
+    With pass rates as features the easy rows come first.
+    """
+
+    def __init__(self, n_rows: int, seed: int = 42, *, features: np.ndarray) -> None:
+        super().__init__(n_rows, seed)
+        keys = [(*map(float, row), index) for index, row in enumerate(features)]
+        self._order = [int(key[-1]) for key in sorted(keys, reverse=True)]
+
+    def get_indices(self, batch_size: int) -> list[int]:
+        return [self._order[place] for place in super().get_indices(batch_size)]
+
+
+def make_selector(cfg: SelectorConfig, reader: RowReader) -> Selector:
+    """The selector that ``cfg`` describes, for the rows of ``reader``.
+
+    Raises:
+        ValueError: an unknown selector or argument, or features too few or too many.
+        DataError: a row has no number in a feature column.
+    """
+    factory = SELECTORS.get(cfg.selector_type)
+    args: dict[str, Any] = {**cfg.kwargs, "n_rows": len(reader), "seed": cfg.seed}
+    if _needs_features(factory):
+        if not cfg.feature_keys:
+            raise ValueError(
+                f"data_selector.selector_type={cfg.selector_type} needs feature_keys: the number "
+                "columns that say how hard a row is"
+            )
+        args["features"] = read_features(reader, cfg.feature_keys)
+    return build(f"selector {cfg.selector_type!r}", factory, args)
+
+
+def _needs_features(factory: Any) -> bool:
+    return "features" in inspect.signature(factory).parameters
+
+
+def read_features(reader: RowReader, keys: Sequence[str]) -> np.ndarray:
+    """float64 ``[rows, keys]``. Raises DataError: file, row and column of what is no number."""
+    features = np.empty((len(reader), len(keys)))
+    for index in range(len(reader)):
+        row = reader[index]
+        for place, key in enumerate(keys):
+            features[index, place] = _number(row.get(key), reader, index, key)
+    return features
+
+
+def _number(value: Any, reader: RowReader, index: int, key: str) -> float:
+    try:
+        number = float(value)  # csv cells are text
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise DataError(
+            f"{reader.where(index)}: feature column {key!r} holds {value!r}, not a number. "
+            "Name the right columns in data_selector.feature_keys."
+        )
+    return number

@@ -26,7 +26,7 @@ import pyarrow as pa
 from trinity_dask.buffer.errors import CorruptFileError, StoreError
 from trinity_dask.buffer.files import open_files
 from trinity_dask.buffer.manifest import SUFFIX, Manifest, RowRef, batch_key
-from trinity_dask.experience.schema import SCHEMA, check_schema
+from trinity_dask.experience.schema import SCHEMA, check_schema, conform
 
 log = logging.getLogger(__name__)
 
@@ -252,12 +252,16 @@ class ExperienceStore:
                 self._skip_or_raise(ref, error)
         return pa.concat_tables(tables) if tables else SCHEMA.empty_table()
 
+    def peek(self, manifest: Manifest) -> pa.Table:
+        """All rows of one batch; raises :class:`CorruptFileError` also with ``skip_corrupt``."""
+        opened = self._files.read_many([manifest.path])[0]
+        return self._rows(self._decode(manifest.path, opened), manifest.ref())
+
     def _decode(self, path: str, data: pa.Buffer | Exception) -> pa.Table:
         try:
             if isinstance(data, Exception):
                 raise data
-            table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
-            check_schema(table)
+            table = conform(pa.ipc.open_file(pa.BufferReader(data)).read_all())
             table.validate()
         except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
             raise CorruptFileError(
@@ -265,7 +269,7 @@ class ExperienceStore:
                 f"({type(error).__name__}: {error}). Restore it, or set skip_corrupt=true to "
                 "go on without its rows."
             ) from error
-        return table.select(SCHEMA.names).cast(SCHEMA)
+        return table
 
     def _rows(self, table: pa.Table, ref: RowRef) -> pa.Table:
         if not 0 <= ref.start <= ref.stop <= table.num_rows:

@@ -1,20 +1,21 @@
 """A taskset: batches of tasks from a file, in a resumable order.
 
-Invariant: what has been read is one number, the count of tasks given so far. Training
-reads whole batches only, ``total_steps`` of them or as many as ``total_epochs`` hold;
-evaluation reads every row once, the last batch shorter.
+Invariant: the state is the count of tasks given so far and what the selector knows.
+Training reads whole batches only, ``total_steps`` of them or as many as ``total_epochs``
+hold; evaluation reads every row once, the last batch shorter.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from trinity_dask.buffer.errors import DataError, EndOfTasks
 from trinity_dask.buffer.readers import RowReader
-from trinity_dask.buffer.selectors import SELECTORS, Selector
+from trinity_dask.buffer.selectors import Selector, make_selector
 from trinity_dask.config.schema import FormatConfig, TasksetConfig
 from trinity_dask.workflows.task import Task
 
@@ -38,6 +39,7 @@ class Taskset:
         default_workflow, default_reward_fn, default_repeat_times: used where ``cfg`` has
             none; an evaluation repeats once by default.
         taskset_id: written into every task's ``index``.
+        greedy_baseline: of every training task.
 
     Raises:
         DataError: the file is missing or a row lacks a column (file, row, column named).
@@ -55,6 +57,7 @@ class Taskset:
         default_reward_fn: str | None = None,
         default_repeat_times: int | None = None,
         taskset_id: int = 0,
+        greedy_baseline: bool = False,
     ) -> None:
         self.cfg = cfg
         self.name = cfg.name or cfg.path
@@ -65,6 +68,7 @@ class Taskset:
         self._template = self._new_template(
             default_workflow, default_reward_fn, default_repeat_times
         )
+        self._template.greedy_baseline = greedy_baseline and not is_eval
         self._require_columns()
         steps = None if is_eval else total_steps
         epochs = 1 if is_eval else total_epochs
@@ -102,8 +106,7 @@ class Taskset:
         self._reader.require([column for column in needed if column])
 
     def _new_selector(self) -> Selector:
-        selector = self.cfg.data_selector
-        return SELECTORS.get(selector.selector_type)(len(self._reader), selector.seed)
+        return make_selector(self.cfg.data_selector, self._reader)
 
     def __len__(self) -> int:
         """Rows in the file."""
@@ -121,6 +124,10 @@ class Taskset:
         count = min(self.batch_size, left) if self.is_eval else self.batch_size
         if left <= 0 or count > left:
             raise EndOfTasks(f"taskset {self.name!r} gave all its {self._read} tasks")
+        return self.take(count)
+
+    def take(self, count: int) -> list[Task]:
+        """The next ``count`` tasks in the selector's order, which goes round without an end."""
         indices = self._selector.get_indices(count)
         self._read += count
         return [self._task(index) for index in indices]
@@ -129,7 +136,14 @@ class Taskset:
         task = copy.deepcopy(self._template)  # a workflow may write into its arguments
         task.raw_task = self._reader[index]
         task.index = {"index": index, "taskset_id": self._taskset_id}
+        fmt = self.cfg.format
+        task.workflow = task.raw_task.get(fmt.workflow_key) or task.workflow
+        task.reward_fn = task.raw_task.get(fmt.reward_fn_key) or task.reward_fn
         return task
+
+    def update(self, indices: Sequence[int], values: Sequence[float]) -> None:
+        """Tell the selector what was observed on rows ``indices``."""
+        self._selector.update(indices, values)
 
     def reset(self) -> None:
         """Start again from the first task (each evaluation does)."""
@@ -137,8 +151,12 @@ class Taskset:
         self._read = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, as JSON."""
-        return {"read": self._read, "rows": len(self._reader)}
+        """The position and the selector's knowledge, as JSON."""
+        return {
+            "read": self._read,
+            "rows": len(self._reader),
+            "selector": self._selector.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after :meth:`state_dict`: the next batch is the one after the saved ones."""
@@ -151,4 +169,4 @@ class Taskset:
                 len(self._reader),
             )
         self._read = int(state["read"])
-        self._selector.load_state_dict({"position": self._read})
+        self._selector.load_state_dict(state.get("selector", {"position": self._read}))

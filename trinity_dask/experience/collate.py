@@ -8,6 +8,7 @@ loop touches a token or a row.
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -71,6 +72,24 @@ def _sequence_tensors(
     }
 
 
+def _flagged(table: pa.Table, key: str) -> np.ndarray:
+    """Rows whose ``info[key]`` is true: bool ``[rows]``. Only candidates are parsed."""
+    texts = column(table, "info")
+    found = pc.match_substring(texts, f'"{key}"').to_numpy(zero_copy_only=False).astype(np.bool_)
+    for row in np.flatnonzero(found):
+        found[row] = json.loads(texts[int(row)].as_py()).get(key) is True
+    return found
+
+
+def _info_numbers(table: pa.Table, key: str) -> np.ndarray | None:
+    """``info[key]`` of every row: float32 ``[rows]``; None unless all rows have it."""
+    texts = column(table, "info")
+    if table.num_rows == 0 or not pc.all(pc.match_substring(texts, f'"{key}"')).as_py():
+        return None
+    values = [json.loads(text).get(key) for text in texts.to_pylist()]
+    return None if None in values else np.array(values, np.float32)
+
+
 def _group_index(table: pa.Table) -> np.ndarray:
     """Index of each row's ``batch/task``, numbered in order of first appearance."""
     tids = pc.binary_join_element_wise(column(table, "batch"), column(table, "task"), "/")
@@ -101,8 +120,11 @@ def collate(table: pa.Table, pad_token_id: int) -> dict[str, torch.Tensor | int]
     tokens) bool ``[B, R]``; ``rollout_logprobs``, ``advantages``, ``returns``,
     ``token_level_reward``, ``teacher_logprobs`` float32 ``[B, R]``, each only when every
     row has it, 0 on padding; ``versions`` int32 ``[B, R]``, -1 where unknown or padding;
-    ``reward`` float32 ``[B]``, NaN where there is none; ``group`` int64 ``[B]``, the
-    index of the row's task; ``lengths`` int64 ``[B]``, real tokens of the row.
+    ``expert_mask`` bool ``[B, R]``: the action mask of rows with ``info.is_expert``;
+    ``reward`` float32 ``[B]``, NaN where there is none; ``reward_baselines`` float32
+    ``[B]`` when every row has ``info.reward_baseline``; ``group``, ``run``, ``eid_step``
+    int64 ``[B]``: index of the row's task, its run, its step in a multi-step run;
+    ``lengths`` int64 ``[B]``, real tokens of the row.
 
     Raises:
         ValueError: a column is missing, lengths do not fit, or the rows are pairs.
@@ -120,7 +142,13 @@ def collate(table: pa.Table, pad_token_id: int) -> dict[str, torch.Tensor | int]
     arrays.update(_optional_tensors(table, width))
     reward = pc.fill_null(column(table, "reward"), float("nan"))
     arrays["reward"] = reward.to_numpy(zero_copy_only=False).astype(np.float32)
+    arrays["expert_mask"] = arrays["action_mask"] & _flagged(table, "is_expert")[:, None]
+    baselines = _info_numbers(table, "reward_baseline")
+    if baselines is not None:
+        arrays["reward_baselines"] = baselines
     arrays["group"] = _group_index(table)
+    for key, name in (("run", "run"), ("eid_step", "step")):
+        arrays[key] = column(table, name).to_numpy(zero_copy_only=False).astype(np.int64)
     arrays["lengths"] = lengths
     batch: dict[str, Any] = {name: torch.from_numpy(a) for name, a in arrays.items()}
     batch["prompt_width"] = int(prompt.max(initial=0))

@@ -180,6 +180,23 @@ def _json_rows(array: pa.Array, new_empty: Callable[[], Any]) -> list[Any]:
     ]
 
 
+def conform(table: pa.Table) -> pa.Table:
+    """The columns of :data:`SCHEMA`, in order; optional ones that are missing are null.
+
+    So a store that was written before a field existed stays readable; columns of a later
+    version are left out.
+
+    Raises:
+        ValueError: a required column is missing, or one has another type.
+    """
+    for field in SCHEMA:
+        if field.nullable and field.name not in table.column_names:
+            table = table.append_column(field, pa.nulls(table.num_rows, field.type))
+    check_schema(table)
+    table = table.select(SCHEMA.names)
+    return table if table.schema.equals(SCHEMA) else table.cast(SCHEMA)
+
+
 def check_schema(table: pa.Table) -> None:
     """Raise ``ValueError`` unless ``table`` has the columns and types of :data:`SCHEMA`."""
     present = set(table.column_names)

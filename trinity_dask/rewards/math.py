@@ -1,39 +1,70 @@
 r"""Mathematical equality of an answer and the truth.
 
-Invariant: no signals and no time limits in here, so every function works in any thread; the
-caller bounds the time. Text that is no mathematics is compared as text.
+Invariant: every comparison ends. The library's own time limits work (they need SIGALRM, and
+so a main thread): where there is none to be had, a helper process lends its own, and it is
+killed if even that does not help. Text that is no mathematics is compared as text.
 """
 
 from __future__ import annotations
 
-import logging
+import signal
+import threading
 from collections.abc import Callable
 from typing import Any, Optional
 
 from math_verify import parse, verify
+from math_verify.errors import TimeoutException
 
 from trinity_dask.rewards.format import FormatReward
+from trinity_dask.rewards.process import call_in_process
 from trinity_dask.rewards.text import boxed_answer, tagged_answer
 
-# every call without a time limit would log the same warning; the limit is the caller's here
-for _name in ("math_verify.parser", "math_verify.grader"):
-    logging.getLogger(_name).addFilter(lambda r: not r.getMessage().startswith("Timeout is dis"))
+STEP_LIMIT_S = 5
+CALL_LIMIT_S = 3 * STEP_LIMIT_S + 5.0
 
 
 def math_equal(answer: str, truth: str) -> bool:
-    r"""Whether two pieces of mathematics are equivalent (``1/2``, ``0.5``, ``\frac{1}{2}``)."""
-    gold = _parse(truth)
+    r"""Whether two pieces of mathematics are equivalent (``1/2``, ``0.5``, ``\frac{1}{2}``).
+
+    Raises:
+        ProcessCallError: they cannot be compared; the message says why.
+        TimeoutError: not within 20 s.
+    """
+    if _normal(answer) == _normal(truth):
+        return True
+    if _may_use_alarm():
+        return equal_here(answer, truth)
+    return bool(call_in_process(f"{__name__}:equal_here", (answer, truth), CALL_LIMIT_S))
+
+
+def _may_use_alarm() -> bool:
+    in_main = threading.current_thread() is threading.main_thread()
+    return in_main and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+
+
+def equal_here(answer: str, truth: str, limit_s: int = STEP_LIMIT_S) -> bool:
+    """The comparison itself; only where SIGALRM is free to be used.
+
+    ``limit_s`` is of each parsing and of the comparison.
+    """
+    try:
+        gold = _parse(truth, limit_s)
+    except TimeoutException as error:
+        raise TimeoutError(f"the truth {truth[:80]!r} cannot be parsed: {error}") from None
     if not gold:
         return _normal(answer) == _normal(truth)
-    # the library's own limits use SIGALRM, which exists only in a main thread
-    return bool(verify(gold, _parse(answer), timeout_seconds=None, raise_on_error=True))
+    # an internal failure is raised: a checker that is broken must not look like wrong answers
+    try:
+        found = _parse(answer, limit_s)
+        return bool(verify(gold, found, timeout_seconds=limit_s, raise_on_error=True))
+    except TimeoutException as error:  # no Exception, so nobody else would expect it
+        raise TimeoutError(f"{answer[:80]!r} cannot be compared: {error}") from None
 
 
-def _parse(text: str) -> list[Any]:
+def _parse(text: str, limit_s: int) -> list[Any]:
     marked = any(mark in text for mark in ("$", "\\boxed", "\\(", "\\["))
     marked_text = text if marked else f"${text}$"
-    # an internal failure is raised: a checker that is broken must not look like wrong answers
-    return parse(marked_text, parsing_timeout=None, raise_on_error=True)
+    return parse(marked_text, parsing_timeout=limit_s, raise_on_error=True)
 
 
 def _normal(text: str) -> str:

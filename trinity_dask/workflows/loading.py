@@ -80,10 +80,20 @@ def load_plugins(plugin_dirs: Iterable[str]) -> list[str]:
                 f"plugin_dirs: {str(directory)!r} is not a directory (in {os.getcwd()})"
             )
         files += [str(p.resolve()) for p in sorted(root.glob("*.py")) if p.name[:2] != "__"]
+    load_plugin_files(files)
+    return files
+
+
+def load_plugin_files(files: Iterable[str]) -> None:
+    """Execute plugin files, named by their paths. Raises LoadError as :func:`load_plugins`."""
     for file in files:
         _load_file(file, f"plugin file {file}")
     _plugin_files[:] = sorted({*_plugin_files, *files})
-    return files
+
+
+def plugin_files() -> list[str]:
+    """Paths of the plugin files that this process has loaded."""
+    return list(_plugin_files)
 
 
 def _module_at(location: str, name: str) -> ModuleType:

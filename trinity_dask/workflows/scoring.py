@@ -14,9 +14,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
+from trinity_dask.cluster.loop_watch import Interrupted, user_task
 from trinity_dask.rewards import REWARD_FUNCTIONS
-from trinity_dask.workflows.loading import load_object
-from trinity_dask.workflows.threads import ThreadCall
+from trinity_dask.rewards.process import call_in_process
+from trinity_dask.workflows.loading import load_object, load_plugin_files, plugin_files
+from trinity_dask.workflows.threads import ThreadCall, explained
 
 REWARD_TIMEOUT_S = 30.0
 
@@ -47,9 +49,14 @@ class Reward:
         self._accepted = _accepted_names(self._fn)
 
     @classmethod
-    def load(cls, name: str, args: Mapping[str, Any]) -> Reward:
-        """By registered name, dotted path or ``file.py:name``. Raises LoadError."""
-        return cls(name, load_object(name, REWARD_FUNCTIONS), args)
+    def load(cls, name: str, args: Mapping[str, Any], in_process: bool = False) -> Reward:
+        """By registered name, dotted path or ``file.py:name``. Raises LoadError.
+
+        With ``in_process`` it is called in a helper process, which is killed when a call does
+        not return.
+        """
+        kind = ProcessReward if in_process else cls
+        return kind(name, load_object(name, REWARD_FUNCTIONS), args)
 
     def arguments(self, facts: Facts) -> dict[str, Any]:
         if self._accepted is None:
@@ -84,6 +91,33 @@ class Reward:
         return number
 
 
+class ProcessReward(Reward):
+    """A reward that is called in a helper process. It must be found by its name there."""
+
+    def __init__(self, name: str, fn: Any, args: Mapping[str, Any]) -> None:
+        super().__init__(name, fn, args)
+        self._args = dict(args)
+        if self.is_async:
+            raise RewardError(f"reward {name} is async and cannot be called in a process")
+
+    def call(self, facts: Facts) -> Any:
+        arguments = (plugin_files(), self.name, self._args, dict(facts))
+        return call_in_process(f"{__name__}:call_here", arguments)
+
+
+def call_here(plugins: Sequence[str], name: str, args: dict[str, Any], facts: Facts) -> Any:
+    """In the helper process: the raw value of the reward ``name``."""
+    key = (tuple(plugins), name, repr(args))
+    reward = _rewards_here.get(key)
+    if reward is None:
+        load_plugin_files(plugins)
+        reward = _rewards_here[key] = Reward.load(name, args)
+    return reward.call(facts)
+
+
+_rewards_here: dict[Any, Reward] = {}
+
+
 def _accepted_names(fn: Callable[..., Any]) -> Optional[frozenset[str]]:
     """Names of the parameters, or None when it takes any keyword."""
     parameters = inspect.signature(fn).parameters.values()
@@ -112,12 +146,18 @@ async def score_all(
 
 
 async def _score_async(reward: Reward, facts: Facts, timeout_s: float) -> Score:
+    deadline = time.monotonic() + timeout_s
+    call = user_task(_awaited(reward, facts), deadline, f"reward {reward.name}")
     try:
-        return reward.parts(await asyncio.wait_for(reward.call(facts), timeout_s))
-    except TimeoutError:
+        return reward.parts(await asyncio.wait_for(call, timeout_s))
+    except (TimeoutError, Interrupted):
         return _too_slow(reward, timeout_s)
     except Exception as error:  # a failed answer is data for the caller
         return error
+
+
+async def _awaited(reward: Reward, facts: Facts) -> Any:
+    return await reward.call(facts)
 
 
 async def _score_until_stuck(
@@ -131,14 +171,15 @@ async def _score_until_stuck(
             index, started = progress.current
             remaining = started + timeout_s - time.monotonic()
             if remaining <= 0:
-                call.interrupt()
-                return [*progress.scores[:index], _too_slow(reward, timeout_s)]
+                scored = progress.scores[:index]
+                await call.give_up()
+                return [*scored, _too_slow(reward, timeout_s)]
             done, _ = await asyncio.wait({call.future}, timeout=remaining)
             if done:
                 call.future.result()
                 return progress.scores
     except asyncio.CancelledError:
-        call.interrupt()
+        call.leave()
         raise
 
 
@@ -160,7 +201,7 @@ def _score_each(reward: Reward, facts: Sequence[Facts], progress: _Progress) -> 
         try:
             score: Score = reward.parts(reward.call(answer))
         except Exception as error:  # a failed answer is data for the caller
-            score = error
+            score = RewardError(str(better)) if (better := explained(error)) is not error else error
         except SystemExit as error:  # no reason to end the worker
             score = RewardError(f"reward {reward.name} called sys.exit({error.code!r})")
         progress.scores.append(score)

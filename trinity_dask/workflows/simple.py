@@ -23,7 +23,8 @@ THINK_SYSTEM_PROMPT = (
 class SimpleWorkflow(Workflow):
     """System prompt and question in, one answer out; the reward function scores it.
 
-    ``workflow_args``: ``reward_timeout_s`` (30) bounds the scoring of one answer.
+    ``workflow_args``: ``reward_timeout_s`` (30) bounds the scoring of one answer;
+    ``reward_in_process`` (false) calls the reward in a helper process that can be killed.
     """
 
     can_reset = True
@@ -48,7 +49,8 @@ class SimpleWorkflow(Workflow):
                 f"workflow {task.workflow!r} needs a reward function; set taskset.reward_fn or "
                 "explorer_input.default_reward_fn"
             )
-        self.reward = Reward.load(name, task.reward_fn_args)
+        in_process = bool(task.workflow_args.get("reward_in_process", False))
+        self.reward = Reward.load(name, task.reward_fn_args, in_process)
         self.reward_timeout_s = float(task.workflow_args.get("reward_timeout_s", REWARD_TIMEOUT_S))
 
     async def run_async(self) -> list[Experience]:

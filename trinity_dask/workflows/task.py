@@ -17,8 +17,10 @@ class Task:
     ``raw_task`` is the data set row as read. ``format_args`` are the fields of
     :class:`~trinity_dask.config.schema.FormatConfig`; ``rollout_args`` the sampling
     overrides (``temperature``, ``top_p``, ``top_k``, ``max_tokens``). ``repeat_times``
-    is the group size in runs. ``batch_id`` and ``task_id`` are stamped when the task is
-    scheduled; ``index`` tells where the row came from (``{"index": i, "taskset_id": k}``).
+    is the group size in runs; ``greedy_baseline`` adds a run at temperature 0, whose reward
+    becomes ``info["reward_baseline"]`` of the others. ``batch_id`` and ``task_id`` are
+    stamped when the task is scheduled; ``index`` tells where the row came from
+    (``{"index": i, "taskset_id": k}``).
     """
 
     workflow: str
@@ -30,6 +32,7 @@ class Task:
     workflow_args: dict[str, Any] = field(default_factory=dict)
     reward_fn_args: dict[str, Any] = field(default_factory=dict)
     is_eval: bool = False
+    greedy_baseline: bool = False
     batch_id: int | str = ""
     task_id: int | str = ""
     index: dict[str, Any] = field(default_factory=dict)
