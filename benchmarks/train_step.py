@@ -10,10 +10,14 @@ ready tensors and does only the mathematics that no implementation can avoid:
 
 Both use one torch thread and take turns, so that a busy machine slows both.
 
-    python benchmarks/train_step.py [--rows 2048] [--repeats 7]
+A third part is a model of 135M parameters (``train_step_large.py``): 8 rows of 256 tokens,
+each side in fresh processes that take turns, all cores. Floors: 0.95 of the bare loop's speed
+and at most 1.1 times its peak memory.
 
-Prints a table and writes ``benchmarks/results/train_step.json``. Floor: 0.90 of the bare
-loop's tokens/s in both shapes.
+    python benchmarks/train_step.py [--rows 2048] [--repeats 7] [--rounds 3] [--only large|small]
+
+Prints tables and writes ``benchmarks/results/train_step.json``. Floor of the small shapes:
+0.90 of the bare loop's tokens/s.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -48,6 +53,9 @@ from trinity_dask.trainer.rank import TrainerRank
 from trinity_dask.trainer.rows import TrainInput
 
 FLOOR = 0.90
+LARGE_FLOOR, MEMORY_CEILING = 0.95, 1.1
+LARGE = Path(__file__).with_name("train_step_large.py")
+RESULTS = Path(__file__).parent / "results" / "train_step.json"
 PROMPT, RESPONSE, GROUP = 12, 7, 32
 
 
@@ -204,22 +212,100 @@ def show(results: list[dict[str, Any]]) -> None:
         )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=2048, help="rows of the grpo step")
-    parser.add_argument("--repeats", type=int, default=7)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+def run_side(side: str, model: Path, steps: int) -> dict[str, Any]:
+    """One fresh process of ``train_step_large.py``."""
+    command = [sys.executable, str(LARGE), "--side", side, "--dir", str(model)]
+    root = str(LARGE.parents[1])
+    threads = str(os.cpu_count() or 1)
+    env = os.environ | {"OMP_NUM_THREADS": threads, "PYTHONPATH": root}
+    done = subprocess.run(
+        [*command, "--steps", str(steps)], env=env, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def compare_large(rounds: int, steps: int = 4) -> dict[str, Any]:
+    """Seconds and memory of both sides; the first step of a process warms it up."""
+    from train_step_large import write_model
+
+    sides: dict[str, list[dict[str, Any]]] = {"bare": [], "trainer": []}
+    with tempfile.TemporaryDirectory() as name:
+        write_model(Path(name))
+        for turn in range(rounds):
+            for side in sorted(sides, reverse=bool(turn % 2)):
+                sides[side].append(run_side(side, Path(name), steps))
+    seconds, cpu, peak = (
+        {side: _middle(found, key) for side, found in sides.items()}
+        for key in ("seconds", "cpu_seconds", "peak_bytes")
+    )
+    ratio, memory = seconds["bare"] / seconds["trainer"], peak["trainer"] / peak["bare"]
+    losses = {side: found[0]["losses"] for side, found in sides.items()}
+    same = np.allclose(losses["bare"], losses["trainer"], rtol=1e-4)
+    return {
+        "shape": "135M, 8x256 tokens",
+        "seconds": seconds,
+        "cpu_seconds": cpu,
+        "peak_bytes": peak,
+        "ratio": ratio,
+        "ratio_of_cpu_seconds": cpu["bare"] / cpu["trainer"],
+        "memory_ratio": memory,
+        "losses": losses,
+        "same_losses": bool(same),
+        "floor": LARGE_FLOOR,
+        "memory_ceiling": MEMORY_CEILING,
+        "ok": bool(same and ratio >= LARGE_FLOOR and memory <= MEMORY_CEILING),
+        "rounds": sides,
+    }
+
+
+def _middle(found: list[dict[str, Any]], key: str) -> float:
+    values = [run[key] for run in found]
+    if key == "peak_bytes":
+        return statistics.median(values)
+    return statistics.median(second for steps in values for second in steps[1:])
+
+
+def show_large(r: dict[str, Any]) -> None:
+    for side in ("bare", "trainer"):
+        print(
+            f"{r['shape']:20} {side:8} {r['seconds'][side]:7.2f} s/step "
+            f"{r['cpu_seconds'][side]:7.2f} cpu-s {r['peak_bytes'][side] / 1e9:6.2f} GB"
+        )
+    print(
+        f"speed {r['ratio']:.3f} (by cpu {r['ratio_of_cpu_seconds']:.3f}, floor {LARGE_FLOOR}), "
+        f"memory {r['memory_ratio']:.3f} (ceiling {MEMORY_CEILING}), same losses "
+        f"{r['same_losses']}: {'ok' if r['ok'] else 'MISSED'}"
+    )
+
+
+def small(rows: int, repeats: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         sort_digits.prepare(Config(), dir=str(directory / "demo"), n_train=8, n_eval=2)
         results = [
-            compare(directory, "sft", min(options.rows, 512), options.repeats),
-            compare(directory, "grpo", options.rows, options.repeats),
+            compare(directory, "sft", min(rows, 512), repeats),
+            compare(directory, "grpo", rows, repeats),
         ]
     show(results)
-    target = Path(__file__).parent / "results" / "train_step.json"
-    target.parent.mkdir(exist_ok=True)
+    return results
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=2048, help="rows of the grpo step")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=3, help="processes per side, large model")
+    parser.add_argument("--only", choices=("small", "large"), help="one part; keeps the other's")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    kept = json.loads(RESULTS.read_text()) if options.only and RESULTS.is_file() else {}
+    found = {key: kept[key] for key in ("results", "large") if key in kept}
+    if options.only != "large":
+        found["results"] = small(options.rows, options.repeats)
+    if options.only != "small":
+        found["large"] = compare_large(options.rounds)
+        show_large(found["large"])
+    RESULTS.parent.mkdir(exist_ok=True)
     facts = {
         "machine": platform.processor() or platform.machine(),
         "cpus": os.cpu_count(),
@@ -227,8 +313,9 @@ def main() -> int:
         "torch_threads": 1,
         "load": os.getloadavg()[0],
     }
-    target.write_text(json.dumps({"facts": facts, "results": results}, indent=1) + "\n")
-    return 0 if all(r["ok"] for r in results) else 1
+    RESULTS.write_text(json.dumps({"facts": facts, **found}, indent=1) + "\n")
+    done = [*found.get("results", []), *([found["large"]] if "large" in found else [])]
+    return 0 if all(r["ok"] for r in done) else 1
 
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ from trinity_dask.config.schema import Config, OptimizerConfig
 from trinity_dask.experience import EID, Experience
 from trinity_dask.experience.collate import collate
 from trinity_dask.experience.schema import to_table
-from trinity_dask.trainer.engine import EngineSettings, TrainEngine
+from trinity_dask.trainer.engine import TrainEngine
+from trinity_dask.trainer.frozen import FrozenModel
+from trinity_dask.trainer.settings import EngineSettings
 
 VOCAB = 40
 GRPO = {
@@ -100,7 +102,7 @@ def engine(algorithm=None, model=None, group=None, reference=None, **settings) -
         resolve_algorithm(algorithm or GRPO),
         EngineSettings(optimizer=optimizer, **settings),
         group,
-        reference,
+        None if reference is None else FrozenModel(reference),
     )
 
 

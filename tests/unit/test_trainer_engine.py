@@ -19,10 +19,10 @@ from trainer_support import (
 
 from trinity_dask.algorithm.aggregate import AGGREGATION_MODES
 from trinity_dask.config.schema import Config, OptimizerConfig
-from trinity_dask.trainer.batching import Widths
-from trinity_dask.trainer.engine import EngineSettings
+from trinity_dask.trainer.batching import Widths, micro_batches, take
 from trinity_dask.trainer.logprobs import Scorer
 from trinity_dask.trainer.policy_model import load_policy
+from trinity_dask.trainer.settings import EngineSettings
 
 SGD = OptimizerConfig(optimizer_type="sgd", lr=0.0)
 
@@ -56,8 +56,10 @@ def test_fault_30_padding_does_not_leak_into_the_gradient():
             batch["input_ids"] = torch.cat([extra + 7, batch["input_ids"], extra + 9], dim=1)
             for name in ("attention_mask", "position_ids"):
                 batch[name] = torch.cat([extra, batch[name], extra], dim=1)
-            for name in ("action_mask", "response_mask", "advantages", "rollout_logprobs"):
-                batch[name] = torch.cat([batch[name], torch.zeros(6, 5).to(batch[name])], dim=1)
+            width = batch["response_mask"].shape[1]
+            for name, tensor in batch.items():
+                if torch.is_tensor(tensor) and tensor.shape[1:] == (width,):
+                    batch[name] = torch.cat([tensor, torch.zeros(6, 5).to(tensor)], dim=1)
             batch["prompt_width"] += 5
         trained = engine(optimizer=SGD)
         trained.train_step(batch, 1)
@@ -114,17 +116,15 @@ def test_old_logprobs_are_those_of_the_start_in_every_mini_batch():
     assert len(seen) == 3
     scorer = Scorer(start)
     for call, update in zip(seen, plan.updates, strict=True):
-        micro = next(trained._micro_batches(batch, update, _widths(batch)))
+        widths = Widths.of(batch)
+        (in_order,) = micro_batches(update, widths, 1 << 30)
+        micro = take(batch, in_order, widths)
         expected = scorer(micro).logprob.detach()
         mask = call["action_mask"]
         torch.testing.assert_close(call["old_logprob"][mask], expected[mask])
     first, second = (c["logprob"] - c["old_logprob"] for c in seen[:2])
     assert first[seen[0]["action_mask"]].abs().max() == 0
     assert second[seen[1]["action_mask"]].abs().max() > 1e-3
-
-
-def _widths(batch):
-    return Widths.of(batch)
 
 
 def test_epochs_keep_the_old_logprobs_of_the_start():
@@ -247,9 +247,7 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights():
     trained = engine(autocast=torch.bfloat16)
     assert (
         trained.scorer.response_logits(
-            next(
-                trained._micro_batches(batch_of(rows(2)), np.arange(2), _widths(batch_of(rows(2))))
-            )
+            take(batch_of(rows(2)), np.arange(2), Widths.of(batch_of(rows(2))))
         ).dtype
         == torch.float32
     )
@@ -292,8 +290,8 @@ def test_state_round_trip_continues_bit_for_bit():
     for step in (1, 2):
         first.train_step(batch_of(rows(8, seed=step)), step)
     second = engine(model=tiny_model(seed=5), mini_batches=2)
-    second.load_weights(weights(first))
-    second.load_state_tensors({n: t.clone() for n, t in first.state_tensors().items()})
+    second.policy.load_weights(weights(first))
+    second.policy.load_state_tensors({n: t.clone() for n, t in first.policy.state_tensors()})
     for trained in (first, second):
         trained.train_step(batch_of(rows(8, seed=3)), 3)
     for name, value in weights(first).items():
@@ -303,7 +301,7 @@ def test_state_round_trip_continues_bit_for_bit():
 def test_weights_of_another_model_are_refused():
     trained = engine()
     with pytest.raises(ValueError, match=r"first difference: 'lm_head\.weight'"):
-        trained.load_weights({**weights(trained), "lm_head.weight": torch.zeros(1)})
+        trained.policy.load_weights({**weights(trained), "lm_head.weight": torch.zeros(1)})
 
 
 def test_settings_come_from_the_config():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,5 +56,29 @@ def test_adamw_takes_its_numbers_from_the_config():
         0.5,
         1e-6,
     )
-    with pytest.raises(ValueError, match="adamw, sgd"):
+    with pytest.raises(ValueError, match="adamw, sgd, adamw8bit"):
         build_optimizer(OptimizerConfig(optimizer_type="adma"), [parameter])
+
+
+def test_wsd_is_flat_until_its_last_fifth():
+    schedule = Schedule("wsd", 10, 100, 0.0, decay_ratio=0.2)
+    assert [schedule.factor(s) for s in (5, 10, 50, 80)] == pytest.approx([0.5, 1.0, 1.0, 1.0])
+    assert [schedule.factor(s) for s in (90, 100, 120)] == pytest.approx([0.5, 0.0, 0.0])
+    late_warmup = Schedule("wsd", 90, 100, 0.1, decay_ratio=0.5)
+    assert late_warmup.factor(90) == 1.0
+    assert late_warmup.factor(100) == pytest.approx(0.1)
+    with pytest.raises(ValueError, match=r"trainer\.total_steps"):
+        build_schedule(OptimizerConfig(lr_scheduler_type="wsd"), None)
+
+
+def test_sgd_takes_its_momentum():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    cfg = OptimizerConfig(optimizer_type="sgd", lr=0.1, momentum=0.9)
+    assert build_optimizer(cfg, [parameter]).param_groups[0]["momentum"] == 0.9
+
+
+def test_eight_bits_without_its_library_are_refused(monkeypatch):
+    for name in ("bitsandbytes", "bitsandbytes.optim"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match="pip install bitsandbytes, or use adamw"):
+        build_optimizer(OptimizerConfig(optimizer_type="adamw8bit"), [])

@@ -25,6 +25,7 @@ COMMANDS = {
     "status": "what a run does (address) or how far it got (job directory)",
     "samples": "show experiences of a job: prompt, response, reward",
     "worker": "add a worker to a running scheduler by hand",
+    "convert": "checkpoints to Hugging Face directories (merges adapters)",
     "doctor": "versions, cores, GPUs, ports and disk of this machine",
 }
 

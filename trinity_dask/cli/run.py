@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Optional
 
 import hydra
@@ -26,7 +27,7 @@ from trinity_dask.cli.score import final_score
 from trinity_dask.config.compose import VERSION_BASE, compose_tree, finish, register_schema
 from trinity_dask.config.errors import ConfigError
 from trinity_dask.config.explain import HYDRA_ERRORS, explain
-from trinity_dask.config.job_dir import is_finished
+from trinity_dask.config.job_dir import is_finished, stage_file
 from trinity_dask.config.overrides import single_values
 from trinity_dask.config.paths import conf_dir
 from trinity_dask.config.schema import Config
@@ -57,9 +58,7 @@ class Session:
         config, warnings = finish(tree, overrides, label)
         for message in warnings:
             print(f"warning: {message}", file=sys.stderr)
-        stages = len(config.stages) or 1
-        if not (is_locked(str(config.job_dir)) or is_finished(str(config.job_dir), stages)):
-            # a job that runs or has run keeps the record of its own command
+        if not _has_record(config):
             record_overrides(str(config.job_dir), tree, HydraConfig.get(), overrides)
         self._end_job(_run(config, overrides), label)
         return final_score(str(config.job_dir))
@@ -78,6 +77,13 @@ class Session:
             raise KeyboardInterrupt
         if code != 0 and label is not None:
             raise JobFailed(f"job {label} ended with exit code {code}")
+
+
+def _has_record(config: Config) -> bool:
+    """A job that runs or has run keeps the record of its own command."""
+    job, stages = str(config.job_dir), len(config.stages) or 1
+    joins = config.mode == "bench" or (config.mode == "explore" and Path(job).is_dir())
+    return joins or is_locked(job) or is_finished(job, stages, stage_file(config))
 
 
 def _run(config: Config, overrides: Sequence[str]) -> int:

@@ -57,6 +57,8 @@ def status_lines(status: Mapping[str, Any]) -> list[str]:
     """``key: value``, one per line, nested mappings in one line; empty values left out."""
     lines = []
     for key, value in status.items():
+        if key == "runners":
+            value = len(value) or None
         if isinstance(value, Mapping):
             value = ", ".join(f"{name} {item}" for name, item in value.items())
         if value not in (None, ""):

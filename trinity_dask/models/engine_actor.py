@@ -38,6 +38,7 @@ log = logging.getLogger("trinity_dask.engines")
 
 _actors: dict[str, EngineActor] = {}  # by worker address; "" outside of a worker
 _actors_lock = threading.Lock()
+_awaited: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []  # told of the next engine
 
 
 def build_engine(spec: EngineSpec) -> InferenceEngine:
@@ -80,6 +81,31 @@ def local_engine() -> EngineActor:
     return actor
 
 
+async def ready_engine(timeout_s: float) -> EngineActor:
+    """This worker's engine, once it is there and lets rollouts in.
+
+    Raises:
+        TimeoutError: not within ``timeout_s``.
+    """
+    address = _worker_address()
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                arrival = asyncio.Event()
+                with _actors_lock:
+                    engine = _actors.get(address)
+                    if engine is None:
+                        _awaited.append((asyncio.get_running_loop(), arrival))
+                if engine is not None:
+                    await engine._gate().wait()
+                    return engine
+                await arrival.wait()
+    except TimeoutError:
+        raise TimeoutError(
+            f"the engine of worker {address} did not serve within {timeout_s:g} s"
+        ) from None
+
+
 def _worker_address() -> str:
     worker = current_worker()
     return "" if worker is None else worker.address
@@ -115,6 +141,10 @@ class EngineActor:
         self._request_timeout_s = float(spec.config.get("request_timeout_s", 300.0))
         with _actors_lock:
             _actors[self.address] = self
+            awaited = _awaited[:]
+            _awaited.clear()
+        for loop, event in awaited:
+            loop.call_soon_threadsafe(event.set)
 
     # life -------------------------------------------------------------------------------
     async def prepare(self) -> dict[str, Any]:
@@ -155,8 +185,10 @@ class EngineActor:
         worker = current_worker()
         if worker is not None:
             from trinity_dask.models.engine_closer import EngineCloser
+            from trinity_dask.models.remote_engine import serve_engine
 
             await worker.plugin_add(EngineCloser(self), name=f"close-{self.spec.slot}")
+            serve_engine(worker, self)  # for workflows on runner workers
         atexit.register(self._close_at_exit)
 
     def _close_at_exit(self) -> None:
@@ -206,6 +238,9 @@ class EngineActor:
         except EngineDead as error:
             _end_worker(error)
             raise
+
+    async def label_weights(self, version: int) -> None:
+        await self._ready.label_weights(version)
 
     async def stats(self) -> dict[str, float]:
         return await self._ready.stats()

@@ -35,8 +35,9 @@ class FakeEngine:
     """Implements :class:`~trinity_dask.models.protocol.InferenceEngine` without weights.
 
     A request takes ``fake_latency_s`` seconds, times a log-normal factor of mean 1 when
-    ``fake_latency_sigma`` is above 0. Weight updates take part in the transfer, so their
-    checksum is real, and change nothing but the version.
+    ``fake_latency_sigma`` is above 0; the first one ``fake_first_latency_s`` more. Weight
+    updates take part in the transfer, so their checksum is real, and change nothing but the
+    version.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -44,6 +45,7 @@ class FakeEngine:
         self.model_version = 0
         self.latency_s = float(spec.config.get("fake_latency_s", 0.0))
         self.sigma = float(spec.config.get("fake_latency_sigma", 0.0))
+        self.first_latency_s = float(spec.config.get("fake_first_latency_s", 0.0))
         self._rng = np.random.default_rng(int(spec.config.get("seed", 0)))
         self._group: Any = None
         self._running = 0
@@ -58,10 +60,11 @@ class FakeEngine:
     ) -> list[Completion]:
         check_sampling(sampling)
         version = self.model_version
+        first_s = 0.0 if self._n_requests else self.first_latency_s
         self._n_requests += 1
         self._running += 1
         try:
-            await asyncio.sleep(self.draw_latency_s())
+            await asyncio.sleep(self.draw_latency_s() + first_s)
         finally:
             self._running -= 1
         return [self._answer(prompt_token_ids, sampling, version, i) for i in range(sampling.n)]
@@ -120,6 +123,9 @@ class FakeEngine:
             pass  # received for its checksum only
         seconds = time.perf_counter() - start
         return WeightReceipt(update.version, digest.value, digest.n_bytes, seconds)
+
+    async def label_weights(self, version: int) -> None:
+        self.model_version = version
 
     async def stats(self) -> dict[str, float]:
         return {

@@ -97,6 +97,7 @@ class WeightReceipt:
     checksum: int  # weight_transfer.checksum over the bytes as received
     n_bytes: int
     seconds: float
+    step: Optional[int] = None  # trainer only: the train step whose weights these are
 
 
 class InferenceEngine(Protocol):
@@ -124,6 +125,10 @@ class InferenceEngine(Protocol):
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """Pause, load, drop every prefix cache, set the version, resume."""
+        ...
+
+    async def label_weights(self, version: int) -> None:
+        """The weights are those of ``version``. Only for an engine that serves nobody yet."""
         ...
 
     async def stats(self) -> dict[str, float]:

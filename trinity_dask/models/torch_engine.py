@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from trinity_dask.models.lora import add_adapter
+from trinity_dask.models.lora_config import wants_adapter
 from trinity_dask.models.protocol import (
     Completion,
     EngineSpec,
@@ -71,6 +73,9 @@ class TorchEngine:
             self.spec.device,
             bool(model_cfg.get("trust_remote_code", False)),
         )
+        if wants_adapter(model_cfg):
+            add_adapter(self._model, model_cfg["lora"], self.spec.model_path)
+            self._model.to(self._model.device).requires_grad_(False)
         config = self._model.config
         self._vocab_size = config.vocab_size
         self._max_model_len = model_cfg.get("max_model_len") or config.max_position_embeddings
@@ -119,6 +124,9 @@ class TorchEngine:
         receipt = load_update(self._model, update, self._group)
         self.model_version = update.version
         return receipt
+
+    async def label_weights(self, version: int) -> None:
+        self.model_version = version
 
     async def stats(self) -> dict[str, float]:
         return {

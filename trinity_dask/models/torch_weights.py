@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from trinity_dask.models.checksum import Digest
+from trinity_dask.models.lora import has_adapter, load_adapter
 from trinity_dask.models.protocol import TensorMeta, WeightReceipt, WeightUpdate
 from trinity_dask.models.weight_files import read_safetensors, weight_files
 from trinity_dask.models.weight_transfer import WeightGroup, recv
@@ -67,7 +68,10 @@ def load_update(model: Any, update: WeightUpdate, group: WeightGroup | None) -> 
     start = time.perf_counter()
     digest = Digest()
     staged = dict(incoming(update, group, digest))
-    assign(model, staged)
+    if has_adapter(model):
+        load_adapter(model, staged)
+    else:
+        assign(model, staged)
     return WeightReceipt(update.version, digest.value, digest.n_bytes, time.perf_counter() - start)
 
 

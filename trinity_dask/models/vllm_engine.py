@@ -23,6 +23,7 @@ from trinity_dask.models.checks import (
 )
 from trinity_dask.models.errors import EngineDead
 from trinity_dask.models.loop_thread import LoopThread
+from trinity_dask.models.lora_config import wants_adapter
 from trinity_dask.models.protocol import (
     FINISH_LENGTH,
     FINISH_STOP,
@@ -34,6 +35,7 @@ from trinity_dask.models.protocol import (
     WeightUpdate,
 )
 from trinity_dask.models.requests import check_token_ids, checked
+from trinity_dask.models.vllm_adapter import adapter_args, adapter_request
 
 log = logging.getLogger("trinity_dask.engines")
 
@@ -69,6 +71,8 @@ class VLLMEngine:
         self._max_model_len = 0
         self._vocab_size = 0
         self._heats_prompts = False
+        self._lora = spec.model["lora"] if wants_adapter(spec.model) else None
+        self._adapter: Any = None  # what makes a request use it, once it has arrived
         self._counts = {"requests": 0, "generated_tokens": 0, "running": 0}
 
     # life -------------------------------------------------------------------------------
@@ -102,7 +106,8 @@ class VLLMEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._engine_args()))
-        self._heats_prompts = all(await self._llm.collective_rpc("trinity_setup"))
+        args = (self._lora,)
+        self._heats_prompts = all(await self._llm.collective_rpc("trinity_setup", args=args))
         await self._llm.update_weight_version("0")
 
     def _engine_args(self) -> dict[str, Any]:
@@ -123,6 +128,8 @@ class VLLMEngine:
             "weight_transfer_config": {"backend": BACKEND},
             "disable_log_stats": True,
         }
+        if self._lora is not None:
+            args |= adapter_args(self._lora)
         if self.spec.device == "cpu":
             args["kv_cache_memory_bytes"] = cfg.get("kv_cache_memory_bytes", 1 << 28)
             if self._world_size == 1:
@@ -189,8 +196,15 @@ class VLLMEngine:
     async def _last_output(self, prompt: list[int], params: Any, request_id: str) -> Any:
         """The only output of a request; leaving early aborts it."""
         inputs = {"type": "token", "prompt_token_ids": list(prompt)}
-        async for output in self._llm.generate(inputs, params, request_id):
+        adapter = self._adapter
+        async for output in self._llm.generate(inputs, params, request_id, lora_request=adapter):
             last = output
+        used = last.lora_request and last.lora_request.lora_int_id
+        if adapter is not None and used != adapter.lora_int_id:
+            raise RuntimeError(
+                f"engine {self.spec.slot} answered request {request_id} with adapter {used}, "
+                f"not with {adapter.lora_int_id}: its tokens are not the policy's"
+            )
         return last
 
     async def _on_loop(self, coroutine: Any) -> Any:
@@ -270,11 +284,15 @@ class VLLMEngine:
             await self._llm.start_weight_update()
             await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
             await self._llm.finish_weight_update(weight_version=str(update.version))
+            if self._lora is not None:
+                await self._llm.collective_rpc("trinity_take_adapter")
             receipts = await self._llm.collective_rpc("trinity_receipt")
         except BaseException:
             await self._resume_if_whole(update)
             raise
         self.model_version = update.version
+        if self._lora is not None:
+            self._adapter = adapter_request()
         await self._llm.resume_generation()
         return self._receipt(update.version, receipts, time.perf_counter() - start)
 
@@ -301,6 +319,10 @@ class VLLMEngine:
                 f"{version} (checksums {sorted(checksums)})"
             )
         return WeightReceipt(version, checksums.pop(), receipts[0]["n_bytes"], seconds)
+
+    async def label_weights(self, version: int) -> None:
+        await self._on_loop(self._llm.update_weight_version(str(version)))
+        self.model_version = version
 
     async def stats(self) -> dict[str, float]:
         return {**{name: float(n) for name, n in self._counts.items()}, "waiting": 0.0}

@@ -30,6 +30,7 @@ from trinity_dask.models.checksum import Digest
 from trinity_dask.models.malloc import keep_freed_memory
 from trinity_dask.models.protocol import TensorMeta, WeightGroupSpec, WeightUpdate
 from trinity_dask.models.torch_weights import check_update, incoming
+from trinity_dask.models.vllm_adapter import AdapterHolder
 from trinity_dask.models.vllm_cpu_loader import (
     CpuLoader,
     NoPlan,
@@ -88,6 +89,7 @@ class TrinityTransfer(WeightTransferEngine[GroupInfo, UpdateInfo]):
     group: Optional[WeightGroup] = None
     receipt: Optional[dict[str, Any]] = None
     half_loaded = False
+    adapter: Optional[AdapterHolder] = None  # then an update is one of the adapter alone
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -107,15 +109,17 @@ class TrinityTransfer(WeightTransferEngine[GroupInfo, UpdateInfo]):
         start = time.perf_counter()
         update, digest = update_info.update(), Digest()
         check_update(update, self.group)
-        loader = self._cpu_loader(update)
-        if loader is not None:
+        loader = None if self.adapter else self._cpu_loader(update)
+        if self.adapter is not None:
+            self.adapter.stage(dict(incoming(update, self.group, digest)))
+        elif loader is not None:
             loader.load(incoming(update, self.group, digest, loader.memory))
             for module in tied_packed_layers(self.model):
                 pack_at_first_use(module)
         else:
             self.half_loaded = True
             load_weights(self.model, self.model_config, incoming(update, self.group, digest))
-        self.half_loaded = False
+        self.half_loaded = self.adapter is not None  # until the staged adapter is taken
         self.receipt = {
             "checksum": digest.value,
             "n_bytes": digest.n_bytes,
@@ -159,15 +163,28 @@ class WeightWorker:
     weight_transfer_engine: Any
     model_runner: Any
 
-    def trinity_setup(self) -> bool:
-        """Whether prompt log-probs can be asked for at temperatures other than 1."""
+    def trinity_setup(self, lora: Optional[dict[str, Any]] = None) -> bool:
+        """Whether prompt log-probs can be asked for at temperatures other than 1.
+
+        ``lora``: the section ``model.lora`` when updates are those of an adapter.
+        """
         if self.device.type == "cpu":
             keep_freed_memory()
+        if lora is not None:
+            manager = self.model_runner.lora_manager
+            self.weight_transfer_engine.adapter = AdapterHolder(manager, lora)
         return heat_prompt_logprobs(self.model_runner)
 
     def trinity_half_loaded(self) -> bool:
         """Whether an update broke off after it had changed weights."""
         return self.weight_transfer_engine.half_loaded
+
+    def trinity_take_adapter(self) -> None:
+        """Serve the adapter that has arrived; after vLLM's own end of an update, which would
+        drop every adapter."""
+        transfer = self.weight_transfer_engine
+        transfer.adapter.take()
+        transfer.half_loaded = False
 
     def trinity_receipt(self) -> Optional[dict[str, Any]]:
         """Checksum, bytes and seconds of the last update, or None if it failed."""

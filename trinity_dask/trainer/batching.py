@@ -7,8 +7,8 @@ each epoch and on exactly one rank in it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Optional
 
 import numpy as np
 import torch
@@ -16,7 +16,17 @@ import torch
 Batch = dict[str, Any]  # tensors by name, and the int prompt_width
 # what a loss reads, [B, R] each
 RESPONSE_TENSORS = frozenset(
-    ("action_mask", "advantages", "rollout_logprobs", "start_logprobs", "ref_logprobs")
+    (
+        "action_mask",
+        "advantages",
+        "returns",
+        "rollout_logprobs",
+        "start_logprobs",
+        "ref_logprobs",
+        "teacher_logprobs",
+        "values",
+        "expert_mask",
+    )
 )
 
 
@@ -25,11 +35,25 @@ class UpdatePlan:
     """One rank's share of a train step.
 
     rows int64 ``[B]``: the global rows this rank needs, ascending. updates: per optimizer
-    update the indices *into rows*; may be empty on a rank when rows are few.
+    update of the policy the indices *into rows*; may be empty on a rank when rows are few.
+    owned: the indices into rows of those that this rank scores for all ranks; every row of
+    the step has one owner. n_rows: rows of the step on all ranks. critic_updates: as updates.
     """
 
     rows: np.ndarray
     updates: tuple[np.ndarray, ...]
+    owned: np.ndarray
+    n_rows: int
+    critic_updates: tuple[np.ndarray, ...] = ()
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How often a step's rows are used, and in how many updates."""
+
+    epochs: int = 1
+    mini_batches: int = 1
+    min_mini_batch_rows: int = 1
 
 
 def n_mini_batches(n_rows: int, wanted: int, min_rows: int) -> int:
@@ -47,21 +71,61 @@ def plan_updates(
     min_mini_batch_rows: int = 1,
     rank: int = 0,
     world_size: int = 1,
+    unit: int = 1,
+    critic: Optional[Cut] = None,
 ) -> UpdatePlan:
     """Cut a step of ``len(lengths)`` rows into updates and take this rank's share.
 
-    Rows are shuffled by (seed, step) in every epoch; inside a mini-batch they are dealt to
-    the ranks longest first, back and forth, so that the ranks have equal work.
+    Units of ``unit`` neighbouring rows (a preference pair) stay together and in order. They
+    are shuffled by (seed, step) in every epoch; inside a mini-batch they are dealt to the
+    ranks longest first, back and forth, so that the ranks have equal work. ``critic`` cuts
+    the same rows once more, for the critic's updates.
+
+    Raises:
+        ValueError: the rows are not whole units.
     """
-    parts = n_mini_batches(len(lengths), mini_batches, min_mini_batch_rows)
-    generator = np.random.default_rng((seed, step))
-    shares = [
-        _share(chunk, lengths, rank, world_size)
-        for _ in range(epochs)
-        for chunk in np.array_split(generator.permutation(len(lengths)), parts)
+    if len(lengths) % unit:
+        raise ValueError(
+            f"{len(lengths)} rows are no whole units of {unit} rows that belong together"
+        )
+
+    def shares(cut: Cut) -> list[np.ndarray]:
+        return _shares(lengths, cut, np.random.default_rng((seed, step)), rank, world_size, unit)
+
+    actor = shares(Cut(epochs, mini_batches, min_mini_batch_rows))
+    of_critic = [] if critic is None else shares(critic)
+    # the first epoch deals every row to exactly one rank
+    owned = np.sort(np.concatenate(actor[: len(actor) // epochs]))
+    rows = np.unique(np.concatenate([*actor, *of_critic])).astype(np.int64)
+
+    def local(parts: list[np.ndarray]) -> tuple[np.ndarray, ...]:
+        return tuple(np.searchsorted(rows, part) for part in parts)
+
+    return UpdatePlan(
+        rows, local(actor), np.searchsorted(rows, owned), len(lengths), local(of_critic)
+    )
+
+
+def _shares(
+    lengths: np.ndarray,
+    cut: Cut,
+    generator: np.random.Generator,
+    rank: int,
+    world_size: int,
+    unit: int,
+) -> list[np.ndarray]:
+    """The global rows of this rank in every update."""
+    of_units = lengths.reshape(-1, unit).sum(axis=1)
+    parts = n_mini_batches(len(of_units), cut.mini_batches, -(-cut.min_mini_batch_rows // unit))
+    return [
+        _rows_of(_share(chunk, of_units, rank, world_size), unit)
+        for _ in range(cut.epochs)
+        for chunk in np.array_split(generator.permutation(len(of_units)), parts)
     ]
-    rows = np.unique(np.concatenate(shares)).astype(np.int64)
-    return UpdatePlan(rows, tuple(np.searchsorted(rows, share) for share in shares))
+
+
+def _rows_of(units: np.ndarray, unit: int) -> np.ndarray:
+    return (units[:, None] * unit + np.arange(unit)).reshape(-1)
 
 
 def _share(chunk: np.ndarray, lengths: np.ndarray, rank: int, world_size: int) -> np.ndarray:
@@ -85,11 +149,16 @@ class Widths:
         return cls((batch["lengths"] - response).numpy(), response.numpy())
 
 
-def micro_batches(rows: np.ndarray, widths: Widths, max_tokens: int) -> list[np.ndarray]:
+def micro_batches(
+    rows: np.ndarray, widths: Widths, max_tokens: int, unit: int = 1
+) -> list[np.ndarray]:
     """Groups of ``rows`` of similar length, each at most ``max_tokens`` padded tokens.
 
-    A row longer than the limit gets a forward pass of its own.
+    ``rows`` come in units of ``unit`` that stay together and in order. A unit beyond the
+    limit gets a forward pass of its own.
     """
+    if unit > 1:
+        return _micro_batches_of_units(rows.reshape(-1, unit), widths, max_tokens)
     prompt, response = widths.prompt[rows], widths.response[rows]
     # equal prompts together: a group without left padding needs no attention mask
     order = np.lexsort((response, prompt))
@@ -105,6 +174,14 @@ def micro_batches(rows: np.ndarray, widths: Widths, max_tokens: int) -> list[np.
     if len(order):
         groups.append(rows[order[start:]])
     return groups
+
+
+def _micro_batches_of_units(units: np.ndarray, widths: Widths, max_tokens: int) -> list[np.ndarray]:
+    """Like :func:`micro_batches`; a unit is as wide as its widest row. units ``[n, unit]``."""
+    size = units.shape[1]
+    widest = Widths(widths.prompt[units].max(axis=1), widths.response[units].max(axis=1))
+    groups = micro_batches(np.arange(len(units)), widest, max_tokens // size)
+    return [units[group].reshape(-1) for group in groups]
 
 
 @dataclass(frozen=True)
@@ -140,6 +217,37 @@ def take(batch: Batch, rows: np.ndarray, widths: Widths) -> MicroBatch:
         response_width=response,
         padded_left=bool((widths.prompt[rows] != prompt).any()),
     )
+
+
+def blank_batch(batch: Batch, unit: int = 1) -> MicroBatch:
+    """A forward pass that changes nothing: no row of ``batch``, no token that counts.
+
+    For a rank that must run as many passes as its peers. ``rows`` is empty.
+    """
+    device = batch["input_ids"].device
+    fields = {
+        name: torch.zeros(unit, 2, dtype=batch[name].dtype, device=device)
+        for name in RESPONSE_TENSORS & batch.keys()
+    }
+    one = sequence_batch([0, 0, 0], device)
+    return replace(
+        one,
+        rows=torch.zeros(0, dtype=torch.int64),
+        input_ids=one.input_ids.expand(unit, -1),
+        attention_mask=one.attention_mask.expand(unit, -1),
+        fields=fields,
+    )
+
+
+def check_pairs(batch: Batch) -> None:
+    """Raise ValueError unless rows 2i and 2i+1 are the two answers to one prompt, chosen first."""
+    group, run = batch["group"], batch["run"]
+    whole = len(group) % 2 == 0
+    if not whole or bool((group[0::2] != group[1::2]).any() or (run[0::2] >= run[1::2]).any()):
+        raise ValueError(
+            f"{len(group)} rows are not preference pairs: each chosen answer (run 0) must be "
+            "followed by the rejected one (run 1) of the same task"
+        )
 
 
 def sequence_batch(token_ids: list[int], device: torch.device | str = "cpu") -> MicroBatch:

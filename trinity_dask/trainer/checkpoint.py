@@ -7,7 +7,11 @@ that was the latest before it, or the new one, is complete.
 Layout of ``<job>/global_step_<n>/``::
 
     actor/model.safetensors      float32 weights by parameter name
-    actor/optimizer.safetensors  optimizer state and random generator
+    actor/lora_adapter/          instead of it when only an adapter is trained (as peft)
+    actor/optimizer.safetensors  optimizer state
+    actor/*.json, ...            configuration and tokenizer: transformers loads actor/
+    critic/...                   the same of the critic, where there is one
+    rng.safetensors              random generator
     huggingface/                 only when asked: loadable by transformers and vLLM
     state.json                   trainer step, counters, lease or reader state
     COMPLETE                     names, sizes and (small files) hashes of all of these
@@ -30,8 +34,13 @@ log = logging.getLogger(__name__)
 
 MARKER = "COMPLETE"
 STATE = "state.json"
-WEIGHTS = "actor/model.safetensors"
-OPTIMIZER = "actor/optimizer.safetensors"
+ACTOR = "actor"  # the policy's directory
+WEIGHTS_FILE = "model.safetensors"  # in the directory of each model
+OPTIMIZER_FILE = "optimizer.safetensors"
+ADAPTER_DIR = "lora_adapter"  # in place of the weights when only an adapter is trained
+WEIGHTS = f"{ACTOR}/{WEIGHTS_FILE}"
+ADAPTER = f"{ACTOR}/{ADAPTER_DIR}/adapter_model.safetensors"
+RNG = "rng.safetensors"
 HF_EXPORT = "huggingface"
 # a hash of every file would read a large model twice; its size and the fsync must do
 HASHED_BYTES = 1 << 16
@@ -105,10 +114,16 @@ def read_state(path: str | Path) -> dict[str, Any]:
     return json.loads((Path(path) / STATE).read_text(encoding="utf-8"))
 
 
-def _step(path: Path) -> int:
+def step_of(path: Path) -> Optional[int]:
+    """The step that a checkpoint's name tells; None for another name."""
     match = _NAME.match(path.name)
-    assert match is not None
-    return int(match[1])
+    return None if match is None else int(match[1])
+
+
+def _step(path: Path) -> int:
+    step = step_of(path)
+    assert step is not None
+    return step
 
 
 # writing ------------------------------------------------------------------------------

@@ -1,15 +1,15 @@
-"""One rank's training: a collated batch in, optimizer updates and metrics out.
+"""One rank's train step: score the rows, estimate advantages, train the critic, the policy.
 
 Invariant: the gradient of a mini-batch is the same for any number of micro-batches and
-ranks, up to the order of floating-point sums; "old" log-probs are those of the weights at
-the start of the step, for every mini-batch and epoch of it.
+ranks, up to the order of floating-point sums; "old" log-probs, reference, teacher and values
+are those of the weights at the start of the step, for every mini-batch and epoch of it.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Optional
 
 import numpy as np
@@ -17,68 +17,44 @@ import torch
 from torch import Tensor
 
 from trinity_dask.algorithm.aggregate import Denominator
-from trinity_dask.algorithm.rollout_correction import correction_metrics
+from trinity_dask.algorithm.entropy import token_necs
+from trinity_dask.algorithm.kl import KLTerm
+from trinity_dask.algorithm.rollout_correction import correction_metrics, ratio_metrics
 from trinity_dask.algorithm.table import AlgorithmSpec
-from trinity_dask.config.schema import Config, OptimizerConfig
+from trinity_dask.config.schema import OptimizerConfig
 from trinity_dask.trainer.batching import (
-    RESPONSE_TENSORS,
     Batch,
+    Cut,
     MicroBatch,
     UpdatePlan,
-    Widths,
-    micro_batches,
+    check_pairs,
     plan_updates,
     sequence_batch,
-    take,
 )
+from trinity_dask.trainer.critic import Critic
+from trinity_dask.trainer.frozen import BaseUnderAdapter, FrozenModel
 from trinity_dask.trainer.gradients import GradientGroup
-from trinity_dask.trainer.logprobs import Scorer
 from trinity_dask.trainer.objective import Objective
-from trinity_dask.trainer.optimizer import build_optimizer, build_schedule, set_learning_rate
+from trinity_dask.trainer.settings import EngineSettings
+from trinity_dask.trainer.step_advantages import describe_estimate, estimate
+from trinity_dask.trainer.step_rows import StepRows
+from trinity_dask.trainer.trainable import TrainableModel
+from trinity_dask.trainer.updates import add_into, counted, sum_over_ranks
 
-_NOTHING = Denominator(tokens=0.0, rows=0.0)
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """The numbers of the config that a rank trains by."""
-
-    optimizer: OptimizerConfig
-    total_steps: Optional[int] = None
-    temperature: float = 1.0
-    autocast: Optional[torch.dtype] = None
-    seed: int = 42
-    grad_clip: float = 1.0
-    ppo_epochs: int = 1
-    mini_batches: int = 1
-    min_mini_batch_rows: int = 1
-    micro_batch_tokens: int = 65_536
-
-    @classmethod
-    def from_config(cls, cfg: Config, autocast: Optional[torch.dtype] = None) -> EngineSettings:
-        trainer = cfg.trainer
-        return cls(
-            optimizer=cfg.algorithm.optimizer,
-            total_steps=trainer.total_steps or cfg.buffer.total_steps,
-            temperature=cfg.model.temperature,
-            autocast=autocast,
-            seed=cfg.seed,
-            grad_clip=trainer.grad_clip,
-            ppo_epochs=trainer.ppo_epochs,
-            mini_batches=trainer.mini_batches,
-            min_mini_batch_rows=trainer.min_mini_batch_rows,
-            micro_batch_tokens=trainer.micro_batch_tokens,
-        )
+VOCABULARY = frozenset(("entropys", "necs"))  # what needs all logits of a token
+Frozen = FrozenModel | BaseUnderAdapter
 
 
 class TrainEngine:
-    """Model, optimizer and schedule of one rank.
+    """The models of one rank and what a train step does with them.
 
     Args:
-        model: a Hugging Face causal language model, float32, on its device.
+        model: the policy, a Hugging Face causal language model, float32, on its device.
         spec: the algorithm.
         group: the ranks that share gradients (None: just this one).
         reference: the frozen reference policy, when the algorithm uses one.
+        teacher: the frozen teacher; None when the rows bring its log-probs.
+        critic: the value model (see ``value_model``), when the algorithm uses one.
     """
 
     def __init__(
@@ -87,28 +63,59 @@ class TrainEngine:
         spec: AlgorithmSpec,
         settings: EngineSettings,
         group: Optional[GradientGroup] = None,
-        reference: Any = None,
+        reference: Optional[Frozen] = None,
+        teacher: Optional[Frozen] = None,
+        critic: Any = None,
     ) -> None:
-        self.model = model
         self.spec = spec
         self.settings = settings
-        self.group = group or GradientGroup()
-        self.schedule = build_schedule(settings.optimizer, settings.total_steps)
-        self.optimizer = build_optimizer(settings.optimizer, model.parameters())
-        self.scorer = Scorer(model, settings.temperature, settings.autocast)
+        self.policy = self._trainable(model, settings.optimizer, settings.grad_clip, group)
+        self.group = self.policy.group
+        self.device = self.policy.device
+        self.reference = reference
+        self.teacher = teacher
+        self.critic: Optional[Critic] = None
+        if critic is not None:
+            cfg = settings.critic
+            of_critic = self._trainable(critic, cfg.optimizer, cfg.grad_clip, group)
+            self.critic = Critic(of_critic, cfg)
+        self.scorer = self.policy.scorer(settings.temperature)
         self.objective = Objective(spec, self.scorer)
-        self.reference = (
-            None
-            if reference is None
-            else Scorer(reference, settings.temperature, settings.autocast)
+
+    def _trainable(
+        self, module: Any, optimizer: OptimizerConfig, clip: float, group: Optional[GradientGroup]
+    ) -> TrainableModel:
+        s = self.settings
+        return TrainableModel(
+            module, optimizer, s.total_steps, group, clip, s.autocast, s.offload, s.logits_bytes
         )
-        self.device = next(model.parameters()).device
+
+    @property
+    def model(self) -> Any:
+        """The policy's module."""
+        return self.policy.module
+
+    @property
+    def trainables(self) -> dict[str, TrainableModel]:
+        """Everything that a checkpoint holds, by the name of its directory."""
+        models = {"actor": self.policy}
+        return models if self.critic is None else models | {"critic": self.critic.model}
+
+    def check(self, available: Collection[str]) -> None:
+        """Raise ValueError when the rows lack a tensor that the algorithm needs."""
+        self.objective.check(available)
+        if self.spec.uses_teacher and self.teacher is None and "teacher_logprobs" not in available:
+            raise ValueError(
+                f"{self.spec.algorithm_type}: a row has no teacher_logprobs; set "
+                "model.teacher_model_path, or let the workflow ask a teacher for them"
+            )
 
     def plan(
         self, lengths: np.ndarray, step: int, rank: int = 0, world_size: int = 1
     ) -> UpdatePlan:
         """This rank's share of a step whose rows have ``lengths`` tokens."""
         s = self.settings
+        of_critic = Cut(s.critic.epochs, s.critic.mini_batches)
         return plan_updates(
             lengths,
             seed=s.seed,
@@ -118,206 +125,229 @@ class TrainEngine:
             min_mini_batch_rows=s.min_mini_batch_rows,
             rank=rank,
             world_size=world_size,
+            unit=self.spec.rows_per_unit,
+            critic=of_critic if self.critic is not None else None,
         )
 
     def train_step(
-        self, batch: Batch, step: int, plan: Optional[UpdatePlan] = None
+        self,
+        batch: Batch,
+        step: int,
+        plan: Optional[UpdatePlan] = None,
+        whole: Optional[Batch] = None,
     ) -> dict[str, float]:
         """All updates of train step ``step`` (1 is the first).
 
         Args:
             batch: what ``experience.collate`` makes of this rank's rows, in the order of
                 ``plan.rows``; with no plan, all rows of the step on a single rank.
+            whole: the collation of the rows of all ranks, for algorithms whose advantages
+                are computed here; None on a single rank.
 
         Returns:
-            Metrics ``actor/*`` (means over the updates, global) and ``correction/*`` (this
-            rank's rows).
+            Metrics ``actor/*``, ``critic/*``, ``advantage/*`` (global; means over the
+            updates), ``correction/*``, ``update/*`` (of this rank's rows), ``time/*``.
 
         Raises:
             ValueError: a tensor that the algorithm needs is missing.
-            FloatingPointError: the gradient is not finite; no weight was changed by it.
+            FloatingPointError: a gradient is not finite; no weight was changed by it.
         """
-        self.objective.check(batch)
-        plan = plan or self.plan(batch["lengths"].numpy(), step)
-        widths = Widths.of(batch)
-        denominators = self._denominators(batch, plan)
-        batch = self._to_device(batch)
-        lr = self.settings.optimizer.lr * self.schedule.factor(step)
-        set_learning_rate(self.optimizer, lr)
-        scored = self._score_start(batch, plan, widths)
-        totals: dict[str, float] = {}
-        for index, rows in enumerate(plan.updates):
-            _add(totals, self._update(batch, rows, widths, denominators[index], index == 0, step))
-        updates = len(plan.updates) - int(totals.pop("skipped", 0.0))
-        metrics = {f"actor/{name}": value / updates for name, value in totals.items()}
-        metrics |= {"actor/lr": lr, "actor/updates": float(updates)}
-        return metrics | self._correction(batch, scored)
+        self.check(batch)
+        rows = self._rows(batch, plan or self.plan(batch["lengths"].numpy(), step))
+        denominators = counted(rows, rows.plan.updates, self.settings.response_tokens)
+        metrics: dict[str, float] = {}
+        with self.policy.on_device():
+            self._score(rows, metrics)
+            metrics |= self._advantages(rows, batch if whole is None else whole)
+        if self.critic is not None:
+            with timed(metrics, "update_critic"), self.critic.model.on_device():
+                metrics |= self.critic.update(rows, step)
+        if step > self._warmup_steps:
+            with timed(metrics, "update_actor"), self.policy.on_device():
+                metrics |= self._train_policy(rows, denominators, step)
+        return metrics | self._correction(rows)
+
+    @property
+    def _warmup_steps(self) -> int:
+        return 0 if self.critic is None else self.settings.critic.warmup_steps
+
+    def _rows(self, batch: Batch, plan: UpdatePlan) -> StepRows:
+        if self.spec.rows_per_unit == 2:
+            check_pairs(batch)
+        return StepRows(
+            batch,
+            plan,
+            max_tokens=self.settings.micro_batch_tokens,
+            unit=self.spec.rows_per_unit,
+            device=self.device,
+            group=self.group,
+            lockstep=any(model.lockstep for model in self.trainables.values()),
+        )
 
     # before the first update ------------------------------------------------------------
-    def _denominators(self, batch: Batch, plan: UpdatePlan) -> list[Denominator]:
-        """Counts of every mini-batch over all ranks, by one all-reduce."""
-        tokens = batch["action_mask"].sum(dim=1)
-        counts = torch.zeros(len(plan.updates), 2, dtype=torch.float64)
-        for index, rows in enumerate(plan.updates):
-            of_rows = tokens[torch.from_numpy(rows)]
-            counts[index, 0] = of_rows.sum()
-            counts[index, 1] = (of_rows > 0).sum()
-        counts = self.group.sum_(counts.to(self.group.device))
-        return [Denominator(tokens=t, rows=r) for t, r in counts.tolist()]
+    def _score(self, rows: StepRows, metrics: dict[str, float]) -> None:
+        """What all models say about the rows, before any weight changes."""
+        self._score_policy(rows, metrics)
+        if self.reference is not None:
+            with timed(metrics, "ref_log_prob"):
+                self._score_frozen(rows, self.reference, "ref_logprobs")
+        if self.teacher is not None and "teacher_logprobs" not in rows.batch:
+            with timed(metrics, "teacher_log_prob"):
+                self._score_frozen(rows, self.teacher, "teacher_logprobs")
+        if self.critic is not None:
+            with timed(metrics, "values"), self.critic.model.on_device():
+                rows.score(rows.every, self.critic.score)
 
-    def _to_device(self, batch: Batch) -> Batch:
-        if self.device.type == "cpu":
-            return dict(batch)
-        return {
-            name: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
-            for name, value in batch.items()
+    def _score_policy(self, rows: StepRows, metrics: dict[str, float]) -> None:
+        """Old log-probs, where they are not those of the first update's own forward pass."""
+        wanted = self._rows_to_score(rows)
+        if wanted is not None:
+            with timed(metrics, "old_log_prob"):
+                rows.score(wanted, self._start_scores)
+
+    def _rows_to_score(self, rows: StepRows) -> Optional[np.ndarray]:
+        """Rows whose log-probs are needed before an update has passed over them.
+
+        None when no rank has any: whether a rank scores must not depend on its own rows,
+        because its peers may need it in their forward passes.
+        """
+        spec = self.spec
+        reads_old = "old_logprobs" in spec.advantage_needs or spec.kl_penalty is not None
+        if spec.advantage_needs & VOCABULARY or (reads_old and not spec.bypass_old_logprobs):
+            return rows.every
+        several = len(rows.plan.updates) > 1
+        if not several or not spec.uses_old_logprobs or spec.bypass_old_logprobs:
+            return None
+        return np.setdiff1d(rows.every, rows.plan.updates[0])
+
+    def _start_scores(self, micro: MicroBatch) -> dict[str, Tensor]:
+        wanted = self.spec.advantage_needs & VOCABULARY
+        if not wanted:
+            return {"start_logprobs": self.scorer(micro).logprob}
+        scores = self.scorer(micro, entropy=True)
+        assert scores.entropy is not None
+        found = {"start_logprobs": scores.logprob, "entropys": scores.entropy}
+        if "necs" in wanted:
+            found["necs"] = token_necs(self.scorer.response_logits(micro))
+        return found
+
+    def _score_frozen(self, rows: StepRows, model: Frozen, name: str) -> None:
+        scorer = model.scorer(self.settings.temperature)
+        with model.on_device():
+            rows.score(rows.every, lambda micro: {name: scorer(micro).logprob})
+
+    def _advantages(self, rows: StepRows, whole: Batch) -> dict[str, float]:
+        if not self.spec.advantage_in_trainer:
+            return {}
+        batch, metrics = estimate(self.spec, whole, rows, self.group)
+        return metrics | describe_estimate(batch)
+
+    # the policy's updates ---------------------------------------------------------------
+    def _train_policy(
+        self, rows: StepRows, denominators: list[Denominator], step: int
+    ) -> dict[str, float]:
+        lr = self.policy.set_step(step)
+        totals: dict[str, float] = {}
+        log_ratios: list[Tensor] = []
+        updates = 0
+        for index, denominator in enumerate(denominators):
+            # without a valid token a step would still move the weights by their momentum
+            if denominator.tokens > 0:
+                add_into(totals, self._update(rows, index, denominator, step, log_ratios))
+                updates += 1
+        metrics = {f"actor/{name}": value / updates for name, value in totals.items()}
+        self._adapt(metrics, denominators)
+        return metrics | {
+            "actor/lr": lr,
+            "actor/updates": float(updates),
+            **_ratios(log_ratios),
         }
 
-    def _score_start(self, batch: Batch, plan: UpdatePlan, widths: Widths) -> np.ndarray:
-        """Log-probs that must be taken before any weight changes.
-
-        The rows of the first update are left out: their log-probs come from its own
-        forward pass, with the same weights. Returns the rows that will have them.
-        """
-        everything = np.arange(len(batch["action_mask"]))
-        first = plan.updates[0]
-        batch["start_logprobs"] = torch.zeros(batch["action_mask"].shape, device=self.device)
-        if self.reference is not None:
-            batch["ref_logprobs"] = torch.zeros_like(batch["start_logprobs"])
-            self._score_into(batch, "ref_logprobs", self.reference, everything, widths)
-        if not self.spec.uses_old_logprobs or self.spec.bypass_old_logprobs:
-            return first
-        later = np.setdiff1d(everything, first)
-        self._score_into(batch, "start_logprobs", self.scorer, later, widths)
-        return everything
-
-    @torch.no_grad()
-    def _score_into(
-        self, batch: Batch, name: str, scorer: Scorer, rows: np.ndarray, widths: Widths
-    ) -> None:
-        for micro in self._micro_batches(batch, rows, widths):
-            batch[name][micro.rows, : micro.response_width] = scorer(micro).logprob
-
-    def _micro_batches(
-        self, batch: Batch, rows: np.ndarray, widths: Widths
-    ) -> Iterator[MicroBatch]:
-        for part in micro_batches(rows, widths, self.settings.micro_batch_tokens):
-            yield take(batch, part, widths)
-
-    # one update -------------------------------------------------------------------------
     def _update(
         self,
-        batch: Batch,
-        rows: np.ndarray,
-        widths: Widths,
+        rows: StepRows,
+        index: int,
         denominator: Denominator,
-        first: bool,
         step: int,
+        log_ratios: list[Tensor],
     ) -> dict[str, float]:
-        if denominator.tokens == 0:
-            # no gradient at all; a step would still move the weights by their momentum
-            return {"skipped": 1.0}
-        self.optimizer.zero_grad(set_to_none=True)
+        """One optimizer update; its metrics, summed over passes and ranks."""
+        self.policy.begin_update()
         sums: dict[str, Tensor] = {}
-        for micro in self._micro_batches(batch, rows, widths):
-            loss, metrics, logprob = self.objective(micro, denominator, first)
-            loss.backward()
-            if first:
-                batch["start_logprobs"][micro.rows, : micro.response_width] = logprob
-            for name, value in metrics.items():
-                sums[name] = sums[name] + value if name in sums else value
-        totals = self._sum_over_ranks(sums)
-        self.group.sum_gradients(self.model.parameters())
-        totals["grad_norm"] = self._clip(step)
-        self.optimizer.step()
+        for micro in rows.passes(rows.plan.updates[index]):
+            outcome = self.objective(micro, denominator, index == 0, step)
+            outcome.loss.backward()
+            if index == 0:
+                rows.put("start_logprobs", micro, outcome.logprob)
+            if outcome.old is not None:
+                log_ratios.append((outcome.logprob - outcome.old)[own_tokens(micro.fields)])
+            add_into(sums, outcome.metrics)
+        totals = sum_over_ranks(self.group, sums)
+        totals["grad_norm"] = self.policy.finish_update(step)
         return totals
 
-    def _sum_over_ranks(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        if not sums:  # this rank had no row of the mini-batch, but its peers wait for it
-            sums = dict.fromkeys(self._metric_names(), torch.zeros(()))
-        return self.group.sum_values({name: float(value) for name, value in sums.items()})
-
-    def _metric_names(self) -> list[str]:
-        """Names of the objective's metrics, from a row without valid tokens."""
-        micro = sequence_batch([0, 0, 0], self.device)
-        blank = torch.zeros(1, 2, device=self.device)
-        fields = dict.fromkeys(RESPONSE_TENSORS, blank) | {"action_mask": blank > 0}
-        with torch.no_grad():
-            return list(self.objective(replace(micro, fields=fields), _NOTHING, True)[1])
-
-    def _clip(self, step: int) -> float:
-        """Clip the global gradient norm; returns it as it was before."""
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norm = float(
-            torch.nn.utils.clip_grad_norm_(parameters, self.settings.grad_clip or math.inf)
-        )
-        if not math.isfinite(norm):
-            raise FloatingPointError(
-                f"the gradient norm of train step {step} is {norm}; the weights are still those "
-                "before this update. Lower algorithm.optimizer.lr, or look for broken rewards "
-                "and log-probs in the batch"
-            )
-        return norm
+    def _adapt(self, metrics: dict[str, float], denominators: list[Denominator]) -> None:
+        """Move an adaptive KL coefficient by the step's KL, the same on every rank."""
+        if "actor/kl_loss" in metrics:
+            metrics["actor/kl_coef"] = self.spec.kl_loss.coef
+            self.spec.kl_loss.update(metrics["actor/kl_loss"], sum(d.rows for d in denominators))
 
     # after the last update --------------------------------------------------------------
-    def _correction(self, batch: Batch, scored: np.ndarray) -> dict[str, float]:
+    def _correction(self, rows: StepRows) -> dict[str, float]:
         """How far the sampler was from the policy at the start of the step."""
-        if "rollout_logprobs" not in batch or not self.spec.uses_old_logprobs:
+        batch = rows.batch
+        known = rows.known.get("start_logprobs")
+        if known is None or "rollout_logprobs" not in batch or not self.spec.uses_old_logprobs:
             return {}
-        index = torch.from_numpy(scored)
         return correction_metrics(
             self.spec.correction,
-            batch["start_logprobs"][index],
-            batch["rollout_logprobs"][index],
-            batch["action_mask"][index],
+            batch["start_logprobs"],
+            batch["rollout_logprobs"],
+            own_tokens(batch) & known[:, None].to(self.device),
+            batch.get("advantages"),
         )
 
     # other uses -------------------------------------------------------------------------
     @torch.no_grad()
     def sequence_logprobs(self, token_ids: list[int], temperature: float = 1.0) -> np.ndarray:
         """Log-prob of every token after the first: float32 ``[len(token_ids) - 1]``."""
-        scorer = Scorer(self.model, temperature, self.settings.autocast)
-        return scorer(sequence_batch(token_ids, self.device)).logprob[0].cpu().numpy()
+        with self.policy.on_device():
+            scores = self.policy.scorer(temperature)(sequence_batch(token_ids, self.device))
+        return scores.logprob[0].cpu().numpy()
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """Optimizer state and random generator by name, to be saved with the weights."""
-        tensors = {"rng": torch.get_rng_state()}
-        for name, parameter in self.model.named_parameters():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    tensors[f"{key}|{name}"] = value
-        return tensors
+    def state_dict(self) -> dict[str, Any]:
+        """What the algorithm itself remembers: adaptive coefficients. JSON-able, often empty."""
+        return {name: term.state_dict() for name, term in self._adaptive_terms().items()}
 
-    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Take over :meth:`state_tensors` of an equal engine."""
-        parameters = dict(self.model.named_parameters())
-        self.optimizer.state.clear()
-        for label, value in tensors.items():
-            if label == "rng":
-                torch.set_rng_state(value.cpu())
-                continue
-            key, _, name = label.partition("|")
-            state = self.optimizer.state[parameters[name]]
-            state[key] = value.to(parameters[name].device).clone()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over :meth:`state_dict`; a fixed coefficient stays what the config says."""
+        for name, term in self._adaptive_terms().items():
+            if name in state:
+                term.load_state_dict(state[name])
 
-    @torch.no_grad()
-    def load_weights(self, tensors: dict[str, Tensor]) -> None:
-        """Copy weights by parameter name into the model.
-
-        Raises:
-            ValueError: names or shapes are not the model's.
-        """
-        parameters = dict(self.model.named_parameters())
-        if parameters.keys() != tensors.keys():
-            raise ValueError(
-                f"the checkpoint's {len(tensors)} tensors are not the model's "
-                f"{len(parameters)}; first difference: "
-                f"{sorted(parameters.keys() ^ tensors.keys())[0]!r}"
-            )
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
+    def _adaptive_terms(self) -> dict[str, KLTerm]:
+        terms = {"kl_loss": self.spec.kl_loss, "kl_penalty": self.spec.kl_penalty}
+        return {name: term for name, term in terms.items() if term is not None and term.adaptive}
 
 
-def _add(totals: dict[str, float], values: dict[str, float]) -> None:
-    for name, value in values.items():
-        totals[name] = totals.get(name, 0.0) + value
+def own_tokens(fields: Batch) -> Tensor:
+    """bool ``[B, R]``: tokens that the policy sampled; a demonstration's had no sampler."""
+    mask = fields["action_mask"]
+    return mask & ~fields["expert_mask"] if "expert_mask" in fields else mask
+
+
+def _ratios(log_ratios: list[Tensor]) -> dict[str, float]:
+    """``update/*``: raw ratios of the policy to its "old" log-probs, before any clipping."""
+    values = torch.cat(log_ratios)[None] if log_ratios else torch.empty(1, 0)
+    mask = torch.ones_like(values, dtype=torch.bool)
+    return ratio_metrics(values, torch.zeros_like(values), mask, "update")
+
+
+@contextmanager
+def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
+    """Add the seconds inside as ``time/<name>``."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        metrics[f"time/{name}"] = time.perf_counter() - start

@@ -31,8 +31,16 @@ class GradientGroup:
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Replace ``tensor`` by the sum over all ranks."""
+        return self._reduce(tensor, torch.distributed.ReduceOp.SUM)
+
+    def max_(self, tensor: Tensor) -> Tensor:
+        """Replace ``tensor`` by the largest values over all ranks."""
+        return self._reduce(tensor, torch.distributed.ReduceOp.MAX)
+
+    def _reduce(self, tensor: Tensor, operation: Any) -> Tensor:
         if self._backend is not None:
             options = torch.distributed.AllreduceOptions()
+            options.reduceOp = operation
             options.timeout = self._timeout
             self._backend.allreduce([tensor], options).wait()
         return tensor

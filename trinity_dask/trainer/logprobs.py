@@ -7,6 +7,8 @@ before it: the token itself, never the one after.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -16,6 +18,9 @@ from torch import Tensor
 
 from trinity_dask.algorithm.entropy import token_entropy
 from trinity_dask.trainer.batching import MicroBatch
+from trinity_dask.trainer.token_scores import score_tokens
+
+LOGITS_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -29,24 +34,41 @@ class Scores:
 class Scorer:
     """Runs a causal language model over micro-batches.
 
-    ``temperature`` is the sampler's; 0 (greedy) means log-probs at temperature 1, as in
-    the engines. ``autocast`` is the dtype of the forward pass, None for float32.
+    Args:
+        model: a Hugging Face causal language model.
+        temperature: the sampler's; 0 (greedy) means log-probs at temperature 1, as in the
+            engines.
+        autocast: dtype of the forward pass, None for float32.
+        around: a forward pass runs inside ``around()``.
+        logits_bytes: more float32 logits than that are computed in parts and never kept.
     """
 
     def __init__(
-        self, model: Any, temperature: float = 1.0, autocast: Optional[torch.dtype] = None
+        self,
+        model: Any,
+        temperature: float = 1.0,
+        autocast: Optional[torch.dtype] = None,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        logits_bytes: int = LOGITS_BYTES,
     ) -> None:
         self.model = model
-        self.temperature = temperature
+        self.temperature = temperature or 1.0
         self.autocast = autocast
+        self.logits_bytes = logits_bytes
+        self._around = around
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._head = plain_head(model) if self._keeps_logits else None
 
     def __call__(
         self, micro: MicroBatch, entropy: bool = False, entropy_gradient: bool = True
     ) -> Scores:
         """Log-probs, and entropies when asked for (as a mere metric: without gradient)."""
-        logits = self.response_logits(micro)
         targets = micro.input_ids[:, micro.prompt_width :]
+        if self._head is not None and self._is_large(targets.numel()):
+            scores = self._in_parts(self._head, micro, targets, entropy, entropy_gradient)
+            if scores is not None:
+                return scores
+        logits = self.response_logits(micro)
         logprob = -F.cross_entropy(
             logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), reduction="none"
         ).view(targets.shape)
@@ -54,8 +76,45 @@ class Scorer:
             return Scores(logprob)
         return Scores(logprob, token_entropy(logits if entropy_gradient else logits.detach()))
 
+    def _is_large(self, n_tokens: int) -> bool:
+        assert self._head is not None
+        return 4 * n_tokens * self._head.out_features > self.logits_bytes
+
+    def _in_parts(
+        self,
+        head: torch.nn.Linear,
+        micro: MicroBatch,
+        targets: Tensor,
+        entropy: bool,
+        entropy_gradient: bool,
+    ) -> Optional[Scores]:
+        """Scores computed in the place of the logits; None if the model changes its logits."""
+        scored: list[Tensor] = []
+
+        def score(hidden: Tensor) -> Tensor:
+            dtype = hidden.dtype if self.autocast is None else self.autocast
+            flat = hidden[:, -micro.response_width :].reshape(-1, hidden.shape[-1]).to(dtype)
+            goal = targets.reshape(-1)
+            found = score_tokens(
+                flat, head.weight, head.bias, goal, self.temperature, entropy, entropy_gradient
+            )
+            scored.extend(part.view(targets.shape) for part in found if part.numel())
+            return scored[0]
+
+        with _replaced_forward(head, score):
+            output = self._forward(micro)
+        if output is not scored[0]:
+            # e.g. soft-capped logits: what the model does to them it would do to log-probs
+            self._head = None
+            return None
+        return Scores(*scored)
+
     def response_logits(self, micro: MicroBatch) -> Tensor:
         """float32 ``[b, R, V]``, divided by the temperature."""
+        logits = self._forward(micro)[:, -micro.response_width :].float()
+        return logits if self.temperature == 1.0 else logits / self.temperature
+
+    def _forward(self, micro: MicroBatch) -> Tensor:
         # the last token predicts nothing that is scored
         inputs: dict[str, Any] = {"input_ids": micro.input_ids[:, :-1], "use_cache": False}
         if micro.padded_left:
@@ -65,10 +124,26 @@ class Scorer:
         if self._keeps_logits:
             inputs["logits_to_keep"] = micro.response_width
         device = micro.input_ids.device.type
-        with torch.autocast(device, self.autocast, enabled=self.autocast is not None):
-            logits = self.model(**inputs).logits[:, -micro.response_width :]
-        logits = logits.float()
-        return logits if self.temperature in (0.0, 1.0) else logits / self.temperature
+        with (
+            self._around(),
+            torch.autocast(device, self.autocast, enabled=self.autocast is not None),
+        ):
+            return self.model(**inputs).logits
+
+
+def plain_head(model: Any) -> Optional[torch.nn.Linear]:
+    """The output head if it is one linear layer and nothing else."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return head if type(head) is torch.nn.Linear else None
+
+
+@contextmanager
+def _replaced_forward(module: torch.nn.Module, forward: Callable[..., Tensor]) -> Iterator[None]:
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward  # the class's own again
 
 
 def positions(attention_mask: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+GLOBAL = ("actor/", "critic/", "advantage/")
+
 
 def merge_rank_metrics(ranks: Sequence[dict[str, float]], seconds: float) -> dict[str, float]:
     """Metrics of the step; ``seconds`` is its wall time at the caller.
@@ -22,17 +24,20 @@ def merge_rank_metrics(ranks: Sequence[dict[str, float]], seconds: float) -> dic
     total = sum(tokens)
     return merged | {
         "tokens": total,
+        "global_seqlen/mean": total / len(tokens),  # tokens of a rank: are they balanced?
+        "global_seqlen/min": min(tokens),
+        "global_seqlen/max": max(tokens),
         "tokens_per_s": total / max(seconds, 1e-9),
         "time/train_step": seconds,
     }
 
 
 def _merge(name: str, values: list[tuple[float, float]]) -> float:
-    if name.startswith("time/") or name.endswith("_max"):
+    if name.startswith(("time/", "perf/")) or name.endswith("_max"):
         return max(value for value, _ in values)
     if name.endswith("_min"):
         return min(value for value, _ in values)
     weight = sum(tokens for _, tokens in values)
-    if name.startswith("actor/") or weight == 0:
+    if name.startswith(GLOBAL) or weight == 0:
         return values[0][0]
     return sum(value * tokens for value, tokens in values) / weight

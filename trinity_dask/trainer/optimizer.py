@@ -9,19 +9,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 
 from trinity_dask.config.schema import OptimizerConfig
 
+OPTIMIZERS = ("adamw", "sgd", "adamw8bit")
+SCHEDULES = ("constant", "linear", "cosine", "wsd")
+
 
 @dataclass(frozen=True)
 class Schedule:
-    """Linear warm-up from 0, then constant, linear or cosine down to a floor.
+    """Linear warm-up from 0, then constant, linear, cosine or wsd down to a floor.
 
     Step 1 is the first train step. Step ``warmup_steps`` is the first at the full rate,
-    ``total_steps`` the one at ``min_ratio`` of it; later steps stay there.
+    ``total_steps`` the one at ``min_ratio`` of it; later steps stay there. ``wsd`` (warm-up,
+    stable, decay; arXiv 2404.06395) is constant until the last ``decay_ratio`` of all steps
+    and then linear.
 
     Raises:
         ValueError: an unknown type, or a decaying one without ``total_steps``.
@@ -31,11 +36,12 @@ class Schedule:
     warmup_steps: int
     total_steps: Optional[int]
     min_ratio: float
+    decay_ratio: float = 0.2
 
     def __post_init__(self) -> None:
-        if self.kind not in ("constant", "linear", "cosine"):
+        if self.kind not in SCHEDULES:
             raise ValueError(
-                f"unknown lr_scheduler_type {self.kind!r}; allowed: constant, linear, cosine"
+                f"unknown lr_scheduler_type {self.kind!r}; allowed: {', '.join(SCHEDULES)}"
             )
         if self.kind != "constant" and self.total_steps is None:
             raise ValueError(
@@ -49,37 +55,69 @@ class Schedule:
             return step / self.warmup_steps
         if self.kind == "constant" or self.total_steps is None:
             return 1.0
-        start = max(self.warmup_steps, 1)
-        done = min((step - start) / max(self.total_steps - start, 1), 1.0)
-        left = 1.0 - done if self.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        start = self._decay_start(self.total_steps)
+        done = min(max(step - start, 0) / max(self.total_steps - start, 1), 1.0)
+        left = 0.5 * (1.0 + math.cos(math.pi * done)) if self.kind == "cosine" else 1.0 - done
         return self.min_ratio + (1.0 - self.min_ratio) * left
+
+    def _decay_start(self, total_steps: int) -> int:
+        """The last step at the full rate."""
+        start = max(self.warmup_steps, 1)
+        if self.kind != "wsd":
+            return start
+        return max(start, total_steps - max(round(self.decay_ratio * total_steps), 1))
 
 
 def build_schedule(cfg: OptimizerConfig, total_steps: Optional[int]) -> Schedule:
-    return Schedule(cfg.lr_scheduler_type, cfg.lr_warmup_steps, total_steps, cfg.min_lr_ratio)
+    return Schedule(
+        cfg.lr_scheduler_type,
+        cfg.lr_warmup_steps,
+        total_steps,
+        cfg.min_lr_ratio,
+        cfg.wsd_decay_ratio,
+    )
 
 
 def build_optimizer(
     cfg: OptimizerConfig, parameters: Iterable[torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """AdamW (one fused kernel) or SGD over the parameters that want a gradient.
+    """AdamW (one fused kernel), SGD or 8-bit AdamW over the parameters that want a gradient.
 
     Raises:
         ValueError: an unknown ``optimizer_type``.
+        ImportError: ``adamw8bit`` without bitsandbytes.
     """
     trainable = [p for p in parameters if p.requires_grad]
-    if cfg.optimizer_type == "adamw":
-        return torch.optim.AdamW(
-            trainable,
-            lr=cfg.lr,
-            betas=(cfg.betas[0], cfg.betas[1]),
-            eps=cfg.eps,
-            weight_decay=cfg.weight_decay,
-            fused=True,
+    if cfg.optimizer_type not in OPTIMIZERS:
+        raise ValueError(
+            f"unknown optimizer_type {cfg.optimizer_type!r}; allowed: {', '.join(OPTIMIZERS)}"
         )
     if cfg.optimizer_type == "sgd":
-        return torch.optim.SGD(trainable, lr=cfg.lr, weight_decay=cfg.weight_decay)
-    raise ValueError(f"unknown optimizer_type {cfg.optimizer_type!r}; allowed: adamw, sgd")
+        return torch.optim.SGD(
+            trainable, lr=cfg.lr, momentum=cfg.momentum, weight_decay=cfg.weight_decay
+        )
+    adam: dict[str, Any] = {
+        "lr": cfg.lr,
+        "betas": (cfg.betas[0], cfg.betas[1]),
+        "eps": cfg.eps,
+        "weight_decay": cfg.weight_decay,
+    }
+    if cfg.optimizer_type == "adamw8bit":
+        return _adamw8bit(trainable, adam)
+    return torch.optim.AdamW(trainable, fused=True, **adam)
+
+
+def _adamw8bit(
+    trainable: list[torch.nn.Parameter], options: dict[str, Any]
+) -> torch.optim.Optimizer:
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError as error:
+        raise ImportError(
+            "algorithm.optimizer.optimizer_type=adamw8bit needs bitsandbytes on the trainer's "
+            f"workers: pip install bitsandbytes, or use adamw ({error})"
+        ) from error
+    return AdamW8bit(trainable, **options)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

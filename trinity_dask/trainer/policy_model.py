@@ -6,15 +6,20 @@ is deterministic, so the ratio to the same weights is exactly 1.
 
 from __future__ import annotations
 
+import importlib.util
 import threading
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Optional
 
 import torch
 
+from trinity_dask.config.schema import LoraConfig
+from trinity_dask.models.lora import add_adapter
+
 # from_pretrained swaps global default devices and initialisers: two loads at once in one
 # process leave tensors without data
-_LOADING = threading.Lock()
+LOADING = threading.Lock()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -31,8 +36,14 @@ def load_policy(
     device: str = "cpu",
     trust_remote_code: bool = False,
     gradient_checkpointing: bool = False,
+    lora: Optional[LoraConfig] = None,
+    fused_kernels: bool = False,
 ) -> Any:
     """A Hugging Face causal language model for training, float32 on ``device``.
+
+    Args:
+        lora: with a rank above 0 only an adapter wants a gradient.
+        fused_kernels: take liger-kernel's layers on a GPU where it is installed.
 
     Raises:
         OSError, ValueError: ``model_path`` is no model, or lacks weights (from transformers).
@@ -41,13 +52,17 @@ def load_policy(
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # it would end up in a worker's log
-    with _LOADING:
+    with LOADING:
         model: Any = AutoModelForCausalLM.from_pretrained(
             str(model_path),
             dtype=torch.float32,
             attn_implementation="sdpa",
             trust_remote_code=trust_remote_code,
         )
+    if fused_kernels:
+        take_fused_kernels(model, device)
+    if lora is not None and lora.rank > 0:
+        add_adapter(model, asdict(lora), str(model_path))
     model.to(device)
     without_dropout(model)
     model.eval()
@@ -66,9 +81,19 @@ def without_dropout(model: Any) -> None:
             module.attention_dropout = 0.0
 
 
-def frozen_copy(model_path: str | Path, **kwargs: Any) -> Any:
-    """The reference policy: the same model before training, without gradients."""
-    return load_policy(model_path, **kwargs).requires_grad_(False)
+def take_fused_kernels(model: Any, device: str) -> bool:
+    """Replace norms, rotary embedding and MLP by liger-kernel's; False where it cannot be.
+
+    The scores stay ours: liger's fused loss knows no log-prob of each token.
+    """
+    if device == "cpu" or importlib.util.find_spec("liger_kernel") is None:
+        return False
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    _apply_liger_kernel_to_instance(
+        model=model, cross_entropy=False, fused_linear_cross_entropy=False
+    )
+    return True
 
 
 def autocast_dtype(name: str) -> Optional[torch.dtype]:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +21,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from trinity_dask.algorithm.table import resolve_algorithm
+from trinity_dask.algorithm.table import AlgorithmSpec, resolve_algorithm
+from trinity_dask.cluster.rpc import ActorHandle
 from trinity_dask.config.schema import Config
 from trinity_dask.experience.collate import collate
 from trinity_dask.models.protocol import (
@@ -34,28 +35,22 @@ from trinity_dask.models.weight_transfer import (
     Digest,
     WeightGroup,
     make_group,
-    named_weights,
     send,
     tensor_meta,
     write_safetensors,
 )
-from trinity_dask.trainer.checkpoint import write_checkpoint
-from trinity_dask.trainer.engine import EngineSettings, TrainEngine
-from trinity_dask.trainer.export import export_model, read_engine, write_engine
+from trinity_dask.trainer.checkpoint import read_state, write_checkpoint
+from trinity_dask.trainer.engine import TrainEngine
+from trinity_dask.trainer.ensemble import Ensemble
+from trinity_dask.trainer.export import read_engine, write_engine
 from trinity_dask.trainer.gradients import GradientGroup
-from trinity_dask.trainer.policy_model import (
-    autocast_dtype,
-    frozen_copy,
-    load_policy,
-    torch_dtype,
-)
-from trinity_dask.trainer.rows import (
-    RowSource,
-    TrainInput,
-    available_fields,
-    describe_rows,
-    row_lengths,
-)
+from trinity_dask.trainer.hf_export import export_policy
+from trinity_dask.trainer.parallel import close_mesh, open_mesh, shard
+from trinity_dask.trainer.policy_model import autocast_dtype, load_policy, torch_dtype
+from trinity_dask.trainer.roles import load_critic, load_reference, load_teacher
+from trinity_dask.trainer.row_metrics import describe_rows, max_memory_gb
+from trinity_dask.trainer.rows import RowSource, TrainInput, available_fields, row_lengths
+from trinity_dask.trainer.settings import EngineSettings
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -70,6 +65,7 @@ class _Loaded:
     pad_token_id: int
     group: Optional[WeightGroup] = None  # gradients
     weights: Optional[WeightGroup] = None  # to the engines
+    step: int = 0  # the train step whose weights these are
 
 
 class TrainerRank:
@@ -83,6 +79,19 @@ class TrainerRank:
         self._source = RowSource()
         self._loaded: Optional[_Loaded] = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"trainer-{rank}")
+        self._together = Ensemble(rank, self._run_method, cfg.trainer.step_timeout_s)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the ranks hold shards, so that all of them take part in everything."""
+        return self.cfg.trainer.parallel.strategy == "fsdp2" and self.world_size > 1
+
+    async def _run_method(self, name: str, *args: Any) -> Any:
+        return await self._run(getattr(self, name), *args)
+
+    async def follow(self, name: str, *args: Any) -> None:
+        """Rank 0 runs ``name`` and needs this rank's shards."""
+        await self._together.follow(name, *args)
 
     async def _run(self, work: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
@@ -101,17 +110,24 @@ class TrainerRank:
             return probe.getsockname()[1]
 
     async def prepare(
-        self, master: str, generation: int, model_path: str, checkpoint: Optional[str]
+        self,
+        master: str,
+        generation: int,
+        model_path: str,
+        checkpoint: Optional[str],
+        peers: Sequence[ActorHandle] = (),
     ) -> dict[str, Any]:
         """Load the model (from ``checkpoint`` if given) and join the other ranks.
 
         Args:
             master: ``host:port`` at which rank 0 serves the ranks' store.
             generation: grows with every rebuild, so old and new groups never meet.
+            peers: the other ranks, which rank 0 leads when they hold shards.
 
         Returns:
             Facts for the log: parameters, device, seconds.
         """
+        self._together.begin(self.sharded, peers)
         return await self._run(self._prepare, master, generation, model_path, checkpoint)
 
     def _prepare(
@@ -122,26 +138,55 @@ class TrainerRank:
         torch.set_num_threads(self.cfg.cluster.trainer.omp_threads)
         torch.manual_seed(self.cfg.seed)
         spec = resolve_algorithm(asdict(self.cfg.algorithm))
-        trust = self.cfg.model.trust_remote_code
-        options: dict[str, Any] = {"device": self.device, "trust_remote_code": trust}
-        checkpointing = self.cfg.trainer.gradient_checkpointing
-        model = load_policy(model_path, gradient_checkpointing=checkpointing, **options)
-        reference = frozen_copy(model_path, **options) if spec.uses_reference else None
         group = self._join(master, generation)
-        settings = EngineSettings.from_config(self.cfg, autocast_dtype(self.cfg.model.dtype))
-        sums = GradientGroup(group and group.backend, self.device, self.cfg.trainer.step_timeout_s)
-        engine = TrainEngine(model, spec, settings, sums, reference)
+        mesh = None if group is None else self._mesh(group, master)
+        engine = self._build(spec, model_path, group, mesh)
+        model = engine.model
         if checkpoint is not None:
-            read_engine(engine, checkpoint)
+            read_engine(engine.trainables, checkpoint)
+            engine.load_state_dict(read_state(checkpoint).get("algorithm", {}))
         # padding is masked everywhere, so any valid id serves
         pad = getattr(model.config, "pad_token_id", None)
         self._loaded = _Loaded(engine, model_path, 0 if pad is None else int(pad), group)
         return {
             "parameters": sum(p.numel() for p in model.parameters()),
+            "trained": sum(t.numel() for t in engine.policy.weight_tensors().values()),
             "device": str(engine.device),
             "algorithm": spec.resolved,
             "seconds": time.perf_counter() - start,
         }
+
+    def _build(
+        self, spec: AlgorithmSpec, model_path: str, group: Optional[WeightGroup], mesh: Any
+    ) -> TrainEngine:
+        cfg, autocast = self.cfg, autocast_dtype(self.cfg.model.dtype)
+        model = load_policy(
+            model_path,
+            device=self.device,
+            trust_remote_code=cfg.model.trust_remote_code,
+            gradient_checkpointing=cfg.trainer.gradient_checkpointing,
+            lora=cfg.model.lora,
+            fused_kernels=cfg.trainer.fused_kernels != "off",
+        )
+        teacher = load_teacher(cfg, spec, model, self.device)
+        reference = load_reference(cfg, spec, model_path, self.device, model)
+        critic = load_critic(cfg, spec, model_path, self.device)
+        if mesh is not None:
+            frozen = [m.module for m in (teacher, reference) if m is not None]
+            reshard = cfg.trainer.parallel.reshard_after_forward
+            # the reference under an adapter is the policy itself: once is enough
+            for module in {id(m): m for m in (model, critic, *frozen) if m is not None}.values():
+                shard(module, mesh, autocast, reshard)
+        sums = GradientGroup(group and group.backend, self.device, cfg.trainer.step_timeout_s)
+        settings = EngineSettings.from_config(cfg, autocast)
+        return TrainEngine(model, spec, settings, sums, reference, teacher, critic)
+
+    def _mesh(self, group: WeightGroup, master: str) -> Any:
+        if not self.sharded:
+            return None
+        host = master.rpartition(":")[0]
+        timeout_s = self.cfg.trainer.step_timeout_s
+        return open_mesh(group, self.rank, self.world_size, self.device, host, timeout_s)
 
     def _join(self, master: str, generation: int) -> Optional[WeightGroup]:
         if self.world_size == 1:
@@ -161,6 +206,8 @@ class TrainerRank:
     async def close(self) -> None:
         """Drop model and groups. What still runs in the thread is not waited for."""
         self._loaded = None
+        if self.sharded:
+            close_mesh()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     # training ---------------------------------------------------------------------------
@@ -169,56 +216,72 @@ class TrainerRank:
 
         Rank 0 adds ``sample/*`` of all rows. ``time/*`` in seconds, ``tokens`` of this rank.
         """
-        return await self._run(self._train_step, train_input, step)
+        return await self._together.call("_train_step", train_input, step)
 
     def _train_step(self, train_input: TrainInput, step: int) -> dict[str, float]:
         start = time.perf_counter()
         engine = self._now.engine
+        self._now.step = step
         table = self._source.read(train_input)
         if table.num_rows == 0:  # all of it damaged, and skip_corrupt allows to go on
             return {"tokens": 0.0, **describe_rows(table)}
         # on all rows, before the ranks part: one rank that refuses alone would leave its
         # peers waiting for it in a sum
-        engine.objective.check(available_fields(table))
+        engine.check(available_fields(table))
         plan = engine.plan(row_lengths(table), step, self.rank, self.world_size)
         mine = table if len(plan.rows) == table.num_rows else table.take(pa.array(plan.rows))
         batch = collate(mine, self._now.pad_token_id)
+        whole = batch
+        if mine is not table and engine.spec.advantage_in_trainer:
+            whole = collate(table, self._now.pad_token_id)
         ready = time.perf_counter()
-        metrics = engine.train_step(batch, step, plan)
+        metrics = engine.train_step(batch, step, plan, whole)
         metrics["time/load_rows"] = ready - start
         metrics["time/update"] = time.perf_counter() - ready
         metrics["tokens"] = float(row_lengths(mine).sum())
+        metrics["perf/max_memory_gb"] = max_memory_gb(self.device)
         return metrics | (describe_rows(table) if self.rank == 0 else {})
 
     # checkpoints ------------------------------------------------------------------------
     async def save_checkpoint(
         self, job_dir: str, step: int, state: dict[str, Any], save_hf: bool
     ) -> str:
-        """Write ``global_step_<step>`` (rank 0 only: the ranks are replicas); its path."""
-        return await self._run(self._save, job_dir, step, state, save_hf)
+        """Write ``global_step_<step>`` (called on rank 0 only); its path."""
+        return await self._together.call("_save", job_dir, step, state, save_hf)
 
     def _save(self, job_dir: str, step: int, state: dict[str, Any], save_hf: bool) -> str:
         now = self._now
 
+        if self.rank > 0:
+            write_engine(now.engine.trainables, None)
+            return ""
+
         def fill(directory: Path) -> None:
-            write_engine(now.engine, directory)
+            write_engine(now.engine.trainables, directory, now.model_path)
             if save_hf:
                 dtype = torch_dtype(self.cfg.model.dtype)
-                export_model(now.engine.model, directory, dtype, now.model_path)
+                export_policy(directory, dtype, self.cfg.model.lora.merge_export)
 
+        of_algorithm = now.engine.state_dict()
+        if of_algorithm:
+            state = state | {"algorithm": of_algorithm}
         keep = self.cfg.trainer.max_checkpoints_to_keep
         return str(write_checkpoint(job_dir, step, state, fill, keep))
 
     # weights ----------------------------------------------------------------------------
     def _weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         dtype = torch_dtype(self.cfg.model.dtype)
-        for name, tensor in named_weights(self._now.engine.model):
+        for name, tensor in self._now.engine.policy.full_weights():
             yield name, tensor.to(dtype)
 
     async def weight_meta(self) -> tuple[TensorMeta, ...]:
-        """Names, wire dtypes and shapes, in sending order."""
-        named = named_weights(self._now.engine.model)
-        return tensor_meta(named, self.cfg.model.dtype)
+        """Names, wire dtypes and shapes, in sending order: the model, or only its adapter."""
+        named = self._now.engine.policy.weight_tensors()
+        return tensor_meta(named.items(), self.cfg.model.dtype)
+
+    async def vocab_size(self) -> int:
+        """Token ids below it are valid."""
+        return int(self._now.engine.model.config.vocab_size)
 
     async def open_weight_group(self, spec: WeightGroupSpec) -> None:
         """Join generation ``spec.generation`` as rank 0; serves its store."""
@@ -249,30 +312,47 @@ class TrainerRank:
                 f"{self.rank} (open: {group and group.generation}); form it again"
             )
 
-        def work() -> Digest:
-            named = named_weights(self._now.engine.model)
-            return send(group, named, update.meta, update.bucket_bytes)
+        return await self._together.call("_send", update)
 
-        return await self._run(_timed, work, update.version)
+    def _send(self, update: WeightUpdate) -> WeightReceipt:
+        named = self._now.engine.policy.full_weights()
+        group = self._now.weights
+        if group is None:  # a peer, or closed meanwhile: the shards are wanted all the same
+            return self._timed(lambda: _gather(named), update.version)
+        return self._timed(
+            lambda: send(group, named, update.meta, update.bucket_bytes), update.version
+        )
 
     async def write_weights(self, path: str, version: int) -> WeightReceipt:
         """Write the current weights as one safetensors file, atomically."""
-        return await self._run(_timed, lambda: write_safetensors(path, self._weights()), version)
+        return await self._together.call("_write", path, version)
+
+    def _write(self, path: str, version: int) -> WeightReceipt:
+        named = self._weights()
+        if self.rank > 0:
+            return self._timed(lambda: _gather(named), version)
+        return self._timed(lambda: write_safetensors(path, named), version)
 
     async def probe_logprobs(
         self, sequences: list[list[int]], temperature: float = 1.0
     ) -> list[np.ndarray]:
         """Per sequence the log-prob of every token after the first: float32."""
 
-        def work() -> list[np.ndarray]:
-            engine = self._now.engine
-            return [engine.sequence_logprobs(ids, temperature) for ids in sequences]
+        return await self._together.call("_probe", sequences, temperature)
 
-        return await self._run(work)
+    def _probe(self, sequences: list[list[int]], temperature: float) -> list[np.ndarray]:
+        engine = self._now.engine
+        return [engine.sequence_logprobs(ids, temperature) for ids in sequences]
+
+    def _timed(self, work: Callable[[], Digest], version: int) -> WeightReceipt:
+        start = time.perf_counter()
+        digest = work()
+        seconds = time.perf_counter() - start
+        return WeightReceipt(version, digest.value, digest.n_bytes, seconds, self._now.step)
 
 
-def _timed(work: Callable[[], Digest], version: int) -> WeightReceipt:
-    start = time.perf_counter()
-    digest = work()
-    seconds = time.perf_counter() - start
-    return WeightReceipt(version, digest.value, digest.n_bytes, seconds)
+def _gather(named: Iterable[tuple[str, torch.Tensor]]) -> Digest:
+    """Take part in gathering every tensor, and keep none."""
+    for _ in named:
+        pass
+    return Digest()

@@ -92,7 +92,8 @@ class RankPool:
         self.generation += 1
         host = self.handles[0].address.split("://")[-1].rpartition(":")[0]
         port = await self.call(0, "free_port", timeout_s=CALL_TIMEOUT_S)
-        arguments = (f"{host}:{port}", self.generation, model_path, checkpoint)
+        peers = tuple(self.handles[1:])
+        arguments = (f"{host}:{port}", self.generation, model_path, checkpoint, peers)
         timeout_s = self.cfg.trainer.step_timeout_s
         facts = await self.call_all("prepare", *arguments, timeout_s=timeout_s)
         return facts[0]

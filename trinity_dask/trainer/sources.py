@@ -1,4 +1,4 @@
-"""Where the rows of a train step come from: leases of the experience buffer, or a file.
+"""Where the rows of a train step come from: the experience buffer, or a file.
 
 Invariant: a source's state after ``done`` names exactly the rows that were trained on, and
 ``replay`` gives again, in order, what was done since ``checkpointed`` was last called.
@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Optional, Protocol
 
 import pyarrow as pa
 
+from trinity_dask.algorithm.table import resolve_algorithm
 from trinity_dask.buffer.errors import EndOfData
-from trinity_dask.buffer.experience_buffer import BufferLease, ExperienceBuffer
-from trinity_dask.buffer.sft import SFTReader
+from trinity_dask.buffer.experience_buffer import ExperienceBuffer
+from trinity_dask.buffer.row_files import RowFile, open_rows
+from trinity_dask.buffer.sample_strategy import Sample, make_strategy
 from trinity_dask.config.schema import Config
 from trinity_dask.experience.payload import encode_table
 from trinity_dask.models.tokenizer import load_tokenizer
@@ -31,18 +33,24 @@ class Feed:
 
     input: TrainInput
     rows: int
-    lease_id: Optional[int] = None
+    sample: Optional[Sample] = None
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class Source(Protocol):
-    left_rows: int  # rows that were too few for another step, once the data has ended
-    progress: int  # every explorer batch up to this one is trained
+    @property
+    def left_rows(self) -> int:
+        """Rows that were too few for another step, once the data has ended."""
+
+    @property
+    def progress(self) -> int:
+        """Every explorer batch up to this one is trained."""
 
     async def prepare(self, state: Optional[dict[str, Any]]) -> None:
         """Open the data and continue after ``state`` (None: from the start)."""
 
-    async def next(self) -> Optional[Feed]:
-        """The next rows, or None when there are none within ``SLICE_S``.
+    async def next(self, step: int) -> Optional[Feed]:
+        """The rows of train step ``step``, or None when there are none within ``SLICE_S``.
 
         Raises EndOfData when there will be none.
         """
@@ -60,50 +68,54 @@ class Source(Protocol):
         ...
 
 
-class LeaseSource:
-    """Rows of committed batches, in the order of the buffer's queue."""
+class BufferSource:
+    """Rows of committed batches, as the algorithm's sample strategy draws them."""
 
     def __init__(self, cfg: Config, buffer: Optional[ExperienceBuffer]) -> None:
-        self.left_rows = 0
-        self.progress = 0
         self._cfg = cfg.buffer.trainer_input.experience_buffer
-        self._rows = cfg.buffer.train_batch_size
         # without an explorer the batches of an earlier run are all there will be
         self._offline = buffer is None
         self._buffer = buffer or ExperienceBuffer(self._cfg)
+        spec = resolve_algorithm(asdict(cfg.algorithm))
+        args = spec.sample_strategy_args
+        self._strategy = make_strategy(spec.sample_strategy, args, cfg, self._buffer)
         self._since: list[Feed] = []
 
+    @property
+    def left_rows(self) -> int:
+        return self._strategy.left_rows
+
+    @property
+    def progress(self) -> int:
+        return self._strategy.progress
+
     async def prepare(self, state: Optional[dict[str, Any]]) -> None:
-        await self._buffer.prepare(state)
+        await self._strategy.prepare(state)
         if self._offline:
             await self._buffer.close_writes()
-        self.progress = (await self._buffer.stats())["consumed_batch"]
 
-    async def next(self) -> Optional[Feed]:
-        try:
-            lease = await self._buffer.lease(self._rows, SLICE_S)
-        except EndOfData as end:
-            self.left_rows = end.left_rows
-            raise
-        return None if lease is None else self._feed(lease)
+    async def next(self, step: int) -> Optional[Feed]:
+        sample = await self._strategy.sample(step, SLICE_S)
+        return None if sample is None else self._feed(sample)
 
-    def _feed(self, lease: BufferLease) -> Feed:
+    def _feed(self, sample: Sample) -> Feed:
         rows = TrainInput(
             store_url=self._cfg.path,
             storage_options=dict(self._cfg.storage_options),
-            refs=lease.refs,
+            refs=sample.refs,
+            payload=sample.payload,
             skip_corrupt=self._cfg.skip_corrupt,
         )
-        return Feed(rows, lease.rows, lease.lease_id)
+        return Feed(rows, sample.rows, sample, sample.metrics)
 
     async def done(self, feed: Feed) -> None:
-        assert feed.lease_id is not None
-        self.progress = await self._buffer.ack(feed.lease_id)
+        assert feed.sample is not None
+        await self._strategy.done(feed.sample)
         if feed.rows:
             self._since.append(feed)
 
     async def state_dict(self) -> dict[str, Any]:
-        return await self._buffer.state_dict()
+        return await self._strategy.state_dict()
 
     def checkpointed(self) -> None:
         self._since.clear()
@@ -114,7 +126,7 @@ class LeaseSource:
 
 
 class FileSource:
-    """Supervised rows, formatted and tokenised as they are read."""
+    """Rows of a file (sft, cpt, dpo), formatted and tokenised as they are read."""
 
     def __init__(self, cfg: Config) -> None:
         if cfg.buffer.train_batch_size is None:
@@ -124,9 +136,10 @@ class FileSource:
         self.left_rows = 0
         self.progress = 0
         self._cfg = cfg
+        self._schema = resolve_algorithm(asdict(cfg.algorithm)).schema
         self._rows: int = cfg.buffer.train_batch_size
         self._since = 0
-        self._reader: Optional[SFTReader] = None
+        self._reader: Optional[RowFile] = None
         self._saved: dict[str, Any] = {}
 
     async def prepare(self, state: Optional[dict[str, Any]]) -> None:
@@ -141,10 +154,11 @@ class FileSource:
             )
         self._saved = self._reader.state_dict()
 
-    def _open(self) -> SFTReader:
+    def _open(self) -> RowFile:
         cfg = self._cfg
-        return SFTReader(
+        return open_rows(
             cfg.buffer.trainer_input.experience_buffer,
+            self._schema,
             load_tokenizer(cfg.model.model_path),
             batch_size=self._rows,
             total_epochs=cfg.buffer.total_epochs,
@@ -153,12 +167,12 @@ class FileSource:
         )
 
     @property
-    def _open_reader(self) -> SFTReader:
+    def _open_reader(self) -> RowFile:
         if self._reader is None:
             raise RuntimeError("FileSource.prepare() was not called")
         return self._reader
 
-    async def next(self) -> Optional[Feed]:
+    async def next(self, step: int) -> Optional[Feed]:
         try:
             table = await asyncio.to_thread(self._open_reader.read, self._rows)
         except EndOfData as end:
@@ -193,7 +207,7 @@ def open_source(cfg: Config, buffer: Optional[ExperienceBuffer]) -> Source:
     """The source that the config describes (not prepared yet)."""
     if cfg.buffer.trainer_input.experience_buffer.storage_type == "file":
         return FileSource(cfg)
-    return LeaseSource(cfg, buffer)
+    return BufferSource(cfg, buffer)
 
 
 class Patience:

@@ -19,6 +19,7 @@ from typing import Any, Optional, TypeVar
 from trinity_dask.buffer.errors import EndOfData
 from trinity_dask.cluster.rpc import ActorLost
 from trinity_dask.config.schema import Config
+from trinity_dask.trainer.alarms import Alarms
 from trinity_dask.trainer.checkpoint import HF_EXPORT, latest_complete, read_state
 from trinity_dask.trainer.metrics import merge_rank_metrics
 from trinity_dask.trainer.rank_pool import RankPool
@@ -27,8 +28,6 @@ from trinity_dask.trainer.sources import Feed, Patience, Source, open_source
 log = logging.getLogger("trinity_dask.trainer")
 T = TypeVar("T")
 
-TRUNCATED_ALARM = 0.5
-SILENT_STEPS = 5
 CHECK_TIMEOUT_S = 30.0
 
 
@@ -82,10 +81,9 @@ class Trainer:
         self._empty_batches = 0
         self._tokens_per_s = 0.0
         self._waited_s = 0.0
-        self._warned: set[str] = set()
         self._stop = False
         self._healing = asyncio.Lock()
-        self._silent_steps = 0
+        self._alarms = Alarms()
 
     # queries ----------------------------------------------------------------------------
     @property
@@ -126,7 +124,7 @@ class Trainer:
         self.step, self.trained_rows = int(state["step"]), int(state["trained_rows"])
         self.skipped_rows = int(state.get("skipped_rows", 0))
         self._empty_batches = int(state["empty_batches"])
-        self._saved = Saved(path, self.step, (path / HF_EXPORT / "config.json").is_file())
+        self._saved = Saved(path, self.step, (path / HF_EXPORT).is_dir())
         return state
 
     @property
@@ -174,7 +172,7 @@ class Trainer:
         feed: Optional[Feed] = None
         try:
             while feed is None and not self._stop:
-                feed = await self._source.next()
+                feed = await self._source.next(self.step + 1)
                 if feed is None:
                     await self._heal_quietly()
                     await patience.nothing_came()
@@ -192,7 +190,7 @@ class Trainer:
     # one step ---------------------------------------------------------------------------
     async def _train(self, feed: Feed) -> dict[str, float]:
         self.state = "training"
-        metrics = {"time/wait_data": self._waited_s}
+        metrics = {"time/wait_data": self._waited_s, **feed.metrics}
         self.step += 1
         if feed.rows == 0:
             return metrics | self._empty_batch()
@@ -203,7 +201,7 @@ class Trainer:
         self.trained_rows += read
         self.skipped_rows += feed.rows - read
         self._tokens_per_s = metrics["tokens_per_s"]
-        self._watch(metrics)
+        self._alarms.look(self.step, metrics)
         return metrics | {"trainer/empty_batch": 0.0, "trainer/trained_rows": self.trained_rows}
 
     async def _update(self, feed: Feed, step: int) -> dict[str, float]:
@@ -230,27 +228,6 @@ class Trainer:
             "task or a better start model, or raise algorithm.repeat_times. The state is "
             f"saved in {self.job_dir}"
         )
-
-    def _watch(self, metrics: dict[str, float]) -> None:
-        """Say once what usually means that a run learns nothing."""
-        self._silent_steps = 0 if metrics.get("actor/grad_norm", 1.0) else self._silent_steps + 1
-        if self._silent_steps >= SILENT_STEPS and "silent" not in self._warned:
-            self._warned.add("silent")
-            log.warning(
-                "the gradient was exactly 0 in the last %d steps: all answers of each group earn "
-                "the same reward, so nothing is learned. Look at the rewards, use an easier task "
-                "or a better start model, or raise algorithm.repeat_times",
-                SILENT_STEPS,
-            )
-        share = metrics.get("sample/truncated_share", 0.0)
-        if share > TRUNCATED_ALARM and "truncated" not in self._warned:
-            self._warned.add("truncated")
-            log.warning(
-                "%.0f%% of the answers of step %d were cut at the token limit; raise "
-                "model.max_response_tokens if the task needs longer answers",
-                100 * share,
-                self.step,
-            )
 
     async def _sync(self) -> None:
         if self._synchronizer is not None:

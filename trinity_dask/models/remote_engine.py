@@ -1,0 +1,199 @@
+"""An engine of another worker, used as if it were the worker's own.
+
+Invariant: a call ends with the engine's answer, the engine's error, or
+:class:`~trinity_dask.cluster.rpc.ActorLost`; a caller that is cancelled has its request
+aborted at the engine. The engine is found by its slot, so one that was born again
+elsewhere is found there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from typing import Any
+
+import numpy as np
+from distributed import Worker
+from distributed.protocol import to_serialize
+
+from trinity_dask.cluster.context import current_worker
+from trinity_dask.cluster.rpc import ActorHandle, ActorLost, exchange
+from trinity_dask.cluster.slots import PREFIX
+from trinity_dask.models.protocol import Completion, SamplingParams
+
+log = logging.getLogger("trinity_dask.engines")
+
+OP = "trinity_engine"
+ABORT_OP = "trinity_engine_abort"
+CONNECT_TIMEOUT_S = 30.0
+LOCATE_TIMEOUT_S = 120.0
+LOCATE_PERIOD_S = 0.2
+ENGINE_PREFIX = PREFIX + "engine-"
+
+
+# the engine's side ------------------------------------------------------------------------
+def serve_engine(worker: Worker, engine: Any) -> None:
+    """Answer the remote calls to ``engine``, the one of ``worker``; replaces an earlier one."""
+    calls: dict[str, asyncio.Task[Any]] = {}
+
+    async def execute(call_id: str, method: str, args: list[Any]) -> dict[str, Any]:
+        task = asyncio.ensure_future(getattr(engine, method)(*args))
+        calls[call_id] = task
+        try:
+            result = await task
+        except asyncio.CancelledError:
+            if not task.cancelled():
+                raise
+            return {"status": "aborted"}
+        except Exception as error:  # the caller's to handle, there
+            return {"status": "error", "exception": to_serialize(error)}
+        finally:
+            calls.pop(call_id, None)
+        return {
+            "status": "OK",
+            "result": to_serialize(result),
+            "version": engine.model_version,
+        }
+
+    async def abort(call_id: str) -> str:
+        task = calls.get(call_id)
+        if task is not None:
+            task.cancel()
+        return "OK"
+
+    worker.handlers[OP] = execute
+    worker.handlers[ABORT_OP] = abort
+
+
+# the caller's side ------------------------------------------------------------------------
+class RemoteEngine:
+    """The sampling half of :class:`~trinity_dask.models.protocol.InferenceEngine`.
+
+    ``slot`` is the engine's (``engine-0``). Use it on the event loop of a Dask worker.
+    ``call_timeout_s`` bounds one call, the wait for an engine that is being loaded included.
+    """
+
+    def __init__(self, slot: str, call_timeout_s: float) -> None:
+        self.slot = slot
+        self.model_version = 0
+        self._call_timeout_s = call_timeout_s
+        self._handle: ActorHandle | None = None
+
+    async def prepare(self) -> None:
+        """Find the engine and learn its version.
+
+        Raises:
+            TimeoutError: no worker carries the slot, or its engine does not answer.
+        """
+        deadline = time.monotonic() + LOCATE_TIMEOUT_S
+        while True:
+            self._handle = await _locate(self.slot, deadline)
+            try:
+                facts = await self._call("describe")
+            except ActorLost:
+                facts = None
+            if facts is not None:
+                self.model_version = facts["model_version"] or 0
+                return
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"the engine of slot {self.slot!r} at {self._handle.address} did not answer "
+                    f"within {LOCATE_TIMEOUT_S:g} s"
+                )
+            await asyncio.sleep(LOCATE_PERIOD_S)
+
+    async def generate(
+        self, prompt_token_ids: list[int], sampling: SamplingParams, request_id: str
+    ) -> list[Completion]:
+        return await self._found_call("generate", prompt_token_ids, sampling, request_id)
+
+    async def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> np.ndarray:
+        return await self._found_call("logprobs", token_ids, temperature)
+
+    async def _found_call(self, method: str, *args: Any) -> Any:
+        if self._handle is None:
+            await self.prepare()
+        try:
+            return await self._call(method, *args)
+        except ActorLost:
+            self._handle = None  # looked for again by the next call
+            raise
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        handle, pool, call_id = self._handle, _worker().rpc, uuid.uuid4().hex
+        assert handle is not None
+        message = {
+            "op": OP,
+            "call_id": call_id,
+            "method": method,
+            "args": [to_serialize(arg) for arg in args],
+        }
+        try:
+            async with asyncio.timeout(self._call_timeout_s):
+                reply = await exchange(pool, handle, method, CONNECT_TIMEOUT_S, message)
+        except (asyncio.CancelledError, TimeoutError):
+            _abort(handle, call_id)
+            raise
+        return self._result(reply, handle, method)
+
+    def _result(self, reply: Any, handle: ActorHandle, method: str) -> Any:
+        if not isinstance(reply, dict) or reply.get("status") == "aborted":
+            # a worker without the handler (its engine is not there yet) answers None
+            raise ActorLost(handle, method, None)
+        if reply["status"] != "OK":
+            raise reply["exception"]
+        self.model_version = reply["version"]
+        return reply["result"]
+
+
+_aborts: set[asyncio.Task[None]] = set()
+
+
+def _abort(handle: ActorHandle, call_id: str) -> None:
+    """Tell the engine in the background; the caller is going away."""
+    task = asyncio.get_running_loop().create_task(_send_abort(handle, call_id))
+    _aborts.add(task)
+    task.add_done_callback(_aborts.discard)
+
+
+async def _send_abort(handle: ActorHandle, call_id: str) -> None:
+    message = {"op": ABORT_OP, "call_id": call_id}
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            await exchange(_worker().rpc, handle, "abort", CONNECT_TIMEOUT_S, message)
+    except (ActorLost, TimeoutError) as error:
+        log.info("a request at %s could not be aborted: %s", handle.slot, error)
+
+
+async def _locate(slot: str, deadline: float) -> ActorHandle:
+    """The worker that carries ``slot``. Raises TimeoutError when there is none in time."""
+    while True:
+        found = await engine_slots()
+        if slot in found:
+            return ActorHandle(slot, found[slot], slot)
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"no worker carries the engine slot {slot!r} after {LOCATE_TIMEOUT_S:g} s; "
+                f"present: {', '.join(sorted(found)) or 'none'}"
+            )
+        await asyncio.sleep(LOCATE_PERIOD_S)
+
+
+async def engine_slots() -> dict[str, str]:
+    """Slot and worker address of every engine, as the Dask scheduler knows them now."""
+    identity = await _worker().scheduler.identity(n_workers=-1)
+    return {
+        name.removeprefix(PREFIX): address
+        for address, info in identity["workers"].items()
+        for name, amount in info["resources"].items()
+        if name.startswith(ENGINE_PREFIX) and amount > 0
+    }
+
+
+def _worker() -> Worker:
+    worker = current_worker()
+    if worker is None:
+        raise RuntimeError("a remote engine is used from inside a Dask worker; here is none")
+    return worker

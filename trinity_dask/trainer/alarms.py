@@ -1,0 +1,67 @@
+"""Warnings for what runs without an error and yet learns nothing.
+
+Invariant: each warning is said once per run, names the number that shows it, and what to
+change.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+log = logging.getLogger("trinity_dask.trainer")
+
+TRUNCATED_SHARE = 0.5
+SILENT_STEPS = 5
+
+
+class Alarms:
+    """Looks at the metrics of every train step."""
+
+    def __init__(self) -> None:
+        self._rung: set[str] = set()
+        self._flat_steps = 0
+        self._silent_steps = 0
+
+    def look(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._truncated(step, metrics.get("sample/truncated_share", 0.0))
+        # one task alone may well have equal rewards; a std over several says something
+        flat = metrics.get("sample/reward/std") == 0.0 and metrics.get("sample/rows", 0.0) > 1
+        self._flat_steps = self._flat_steps + 1 if flat else 0
+        silent = metrics.get("actor/grad_norm") == 0.0
+        self._silent_steps = self._silent_steps + 1 if silent else 0
+        self._no_signal(metrics)
+
+    def _truncated(self, step: int, share: float) -> None:
+        if share > TRUNCATED_SHARE:
+            self._ring(
+                "truncated",
+                "%.0f%% of the answers of step %d were cut at the token limit; raise "
+                "model.max_response_tokens if the task needs longer answers",
+                100 * share,
+                step,
+            )
+
+    def _no_signal(self, metrics: Mapping[str, float]) -> None:
+        if self._silent_steps >= SILENT_STEPS:
+            self._ring(
+                "silent",
+                "the gradient was exactly 0 in the last %d steps: all answers of each group earn "
+                "the same reward, so nothing is learned. Look at the rewards, use an easier task "
+                "or a better start model, or raise algorithm.repeat_times",
+                SILENT_STEPS,
+            )
+        elif self._flat_steps >= SILENT_STEPS:
+            self._ring(
+                "flat",
+                "every answer of the last %d steps had the same reward (%g): nothing can be "
+                "learned from rewards that do not differ. Look at the reward function and at "
+                "some answers; are they cut, or is the task too hard or too easy?",
+                SILENT_STEPS,
+                metrics.get("sample/reward/mean", 0.0),
+            )
+
+    def _ring(self, name: str, message: str, *values: float) -> None:
+        if name not in self._rung:
+            self._rung.add(name)
+            log.warning(message, *values)
