@@ -14,7 +14,10 @@ def worker_of(job: jobs.Job, role: str) -> jobs.psutil.Process:
     """The process that writes the role's log."""
     for process in job.processes():
         names = {Path(file.path).name for file in process.open_files()}
-        if f"{role}-0.log" in names and "dask worker" in " ".join(process.cmdline()):
+        # Dask titles its workers where setproctitle is installed
+        command = " ".join(process.cmdline())
+        is_worker = "dask worker" in command or "spawn_main" in command
+        if f"{role}-0.log" in names and is_worker:
             return process
     raise AssertionError(f"no {role} worker among {job.processes()}")
 
@@ -22,7 +25,9 @@ def worker_of(job: jobs.Job, role: str) -> jobs.psutil.Process:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("roles", ["rollout", "trainer", "control", "rollout trainer"])
-def test_a_killed_worker_is_replaced_and_the_job_ends_whole(tmp_path: Path, roles: str) -> None:
+def test_fault_13_a_killed_worker_is_replaced_and_the_job_ends_whole(
+    tmp_path: Path, roles: str
+) -> None:
     root = tmp_path / "job"
     root.mkdir()
     job = jobs.start(root, *jobs.shape(STEPS))

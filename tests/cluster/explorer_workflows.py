@@ -92,3 +92,16 @@ class SchedulerHost:
         aborted = await scheduler.abort_batch(2)
         await scheduler.stop()
         return result.counts, aborted
+
+
+class Uneven(Workflow):
+    """Rewards differ within the group, except where the row says ``equal``."""
+
+    can_repeat = True
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        row = self.task.raw_task
+        await asyncio.sleep(row.get("sleep_s", 0.0))
+        equal = row.get("equal", False)
+        return [experience(0.0 if equal else float(i)) for i in range(self.repeat_times)]

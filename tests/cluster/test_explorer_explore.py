@@ -3,122 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed import Client
+from explorer_parts import (
+    Parts,
+    explore,
+    make_config,
+    records,
+    run,
+    start_cluster,
+    task_order,
+)
 
-from trinity_dask.buffer.experience_buffer import ExperienceBuffer
-from trinity_dask.cluster import call, open_cluster, start_actor
-from trinity_dask.config.schema import Config, GroupConfig, TasksetConfig
-from trinity_dask.explorer.explorer import Explorer
-from trinity_dask.explorer.rollout_coordinator import BatchFailed, RolloutCoordinator
-from trinity_dask.models.engine_actor import EngineActor
-from trinity_dask.models.protocol import EngineSpec
-from trinity_dask.monitor.monitor import Monitor
-
-WAIT_S = 120.0
-SLOTS = 8
-DUMMY = f"{Path(__file__).with_name('explorer_workflows.py')}:Dummy"
+from trinity_dask.config.schema import Config
+from trinity_dask.explorer.rollout_coordinator import BatchFailed
 
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    cfg = Config(mode="explore", job_dir=str(tmp_path_factory.mktemp("cluster")))
-    cfg.cluster.dashboard_address = None
-    cfg.cluster.rollout = GroupConfig(n_workers=1, nthreads=SLOTS)
-    cfg.cluster.trainer.n_workers = 0
-    with open_cluster(cfg) as cluster:
-        spec = EngineSpec("engine-0", "fake", "")
-        ref = start_actor(
-            cluster.client, EngineActor, spec, slot="engine-0", key="engine", timeout=WAIT_S
-        )
-        call(cluster.client, ref.handle, "prepare", timeout=WAIT_S)
-        call(cluster.client, ref.handle, "open", timeout=WAIT_S)
+    with start_cluster(tmp_path_factory.mktemp("cluster")) as cluster:
         yield cluster.scheduler_address
-
-
-def make_config(job: Path, n_rows: int = 8, rows: list[dict[str, Any]] | None = None) -> Config:
-    """Batches of 2 tasks x 4 runs over ``n_rows`` rows, one epoch, in a fixed order."""
-    job.mkdir(parents=True, exist_ok=True)
-    write_rows(job / "train.jsonl", rows or [{"prompt": f"p{i}"} for i in range(n_rows)])
-    write_rows(job / "eval.jsonl", [{"prompt": f"e{i}"} for i in range(3)])
-    cfg = Config(mode="explore", job_dir=str(job))
-    cfg.algorithm.repeat_times = 4
-    cfg.buffer.batch_size = 2
-    source = cfg.buffer.explorer_input
-    source.taskset = TasksetConfig(path=str(job / "train.jsonl"), workflow=DUMMY)
-    source.eval_tasksets = [
-        TasksetConfig(name="held_out", path=str(job / "eval.jsonl"), workflow=DUMMY)
-    ]
-    cfg.buffer.trainer_input.experience_buffer.path = str(job / "store")
-    cfg.explorer.max_timeout_s = 60.0
-    cfg.explorer.max_retry_times = 0
-    cfg.explorer.eval_interval = 2
-    cfg.monitor.sinks = ["jsonl"]
-    return cfg
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-@dataclass
-class Parts:
-    explorer: Explorer
-    coordinator: RolloutCoordinator
-    buffer: ExperienceBuffer
-
-
-def run(address: str, cfg: Config, body: Callable[[Parts], Awaitable[Any]]) -> Any:
-    """``await body(parts)`` with everything prepared; what is on disk stays."""
-
-    async def main() -> Any:
-        async with Client(address, asynchronous=True) as client:
-            buffer = ExperienceBuffer(cfg.buffer.trainer_input.experience_buffer)
-            await buffer.prepare()
-            coordinator = RolloutCoordinator(cfg, buffer, client=client)
-            await coordinator.prepare(SLOTS)
-            monitor = Monitor(cfg.monitor, str(cfg.job_dir), "explorer")
-            explorer = Explorer(cfg, coordinator, None, buffer, monitor)
-            try:
-                await explorer.prepare()
-                return await asyncio.wait_for(body(Parts(explorer, coordinator, buffer)), WAIT_S)
-            finally:
-                await coordinator.shutdown()
-                monitor.close()
-
-    return asyncio.run(main())
-
-
-async def explore(parts: Parts) -> list[Any]:
-    await parts.explorer.explore()
-    return await parts.buffer.manifests()
-
-
-def records(cfg: Config) -> list[dict[str, Any]]:
-    path = Path(str(cfg.job_dir), "monitor", "metrics.jsonl")
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 async def second_batch_runs(parts: Parts, notes: Path) -> None:
     """Until batch 1 is committed and the tasks of batch 2 have begun."""
     while await parts.buffer.last_manifest() is None or not (notes / "started-2-1").exists():
         await asyncio.sleep(0.05)
-
-
-def task_order(parts: Parts) -> list[list[int]]:
-    """Row numbers of each committed batch, in order of the batches."""
-    store = parts.buffer.store
-    order = []
-    for manifest in store.manifests():
-        infos = map(json.loads, store.read([manifest.ref()])["info"].to_pylist())
-        order.append(sorted({info["task_index"]["index"] for info in infos}))
-    return order
 
 
 def test_every_batch_is_committed_with_its_accounts_and_its_position(
@@ -138,7 +51,7 @@ def test_every_batch_is_committed_with_its_accounts_and_its_position(
             "filtered": 0,
         }
         assert manifest.rows == 8
-        assert manifest.meta["taskset_state"]["read"] == 2 * step
+        assert manifest.meta["taskset_state"]["steps"] == step
     steps = [r["step"] for r in records(cfg) if "rollout/reward/mean" in r]
     assert steps == [1, 2, 3, 4]
 

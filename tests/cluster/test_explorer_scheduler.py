@@ -9,92 +9,30 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from distributed import Client
 from explorer_workflows import SchedulerHost
+from scheduler_stand import (
+    SLOTS,
+    WAIT_S,
+    Stand,
+    dummies,
+    experiences,
+    rows,
+    until,
+    workflow,
+)
 
-from trinity_dask.cluster import RunCluster, call, open_cluster, start_actor
-from trinity_dask.config.schema import Config, GroupConfig
+from trinity_dask.cluster import call, start_actor
 from trinity_dask.demo.tokenizer import ascii_tokenizer
-from trinity_dask.experience import Experience
 from trinity_dask.experience.payload import decode
-from trinity_dask.experience.schema import from_table
 from trinity_dask.explorer.scheduler import Scheduler
 from trinity_dask.explorer.tasks import Counts
-from trinity_dask.models.engine_actor import EngineActor
-from trinity_dask.models.protocol import EngineSpec
 from trinity_dask.workflows import Task
 
-WAIT_S = 90.0
-N_ENGINES, SLOTS_PER_ENGINE = 2, 2
-SLOTS = N_ENGINES * SLOTS_PER_ENGINE
-FILE = Path(__file__).with_name("explorer_workflows.py")
-DUMMY, BLOCKING, ANSWERING = (f"{FILE}:{n}" for n in ("Dummy", "Blocking", "Answering"))
-
-
-def local_config(tmp: Path) -> Config:
-    cfg = Config(mode="explore", job_dir=str(tmp))
-    cfg.cluster.dashboard_address = None
-    cfg.cluster.rollout = GroupConfig(n_workers=N_ENGINES, nthreads=SLOTS_PER_ENGINE)
-    cfg.cluster.trainer.n_workers = 0
-    cfg.model.max_response_tokens = 4
-    cfg.explorer.max_timeout_s = 60.0
-    cfg.explorer.max_retry_times = 1
-    return cfg
-
-
-class Stand:
-    """A cluster with an engine on every rollout worker."""
-
-    def __init__(self, tmp: Path) -> None:
-        self.cfg = local_config(tmp)
-        self.cluster: RunCluster = open_cluster(self.cfg)
-        self.engines = [self._engine(i) for i in range(N_ENGINES)]
-
-    def _engine(self, index: int) -> Any:
-        slot = f"engine-{index}"
-        spec = EngineSpec(slot, "fake", "")
-        client = self.cluster.client
-        ref = start_actor(client, EngineActor, spec, slot=slot, key=f"test-{slot}", timeout=WAIT_S)
-        call(client, ref.handle, "prepare", timeout=WAIT_S)
-        call(client, ref.handle, "open", timeout=WAIT_S)
-        return ref
-
-    def config(self, **explorer: Any) -> Config:
-        cfg = local_config(Path(str(self.cfg.job_dir)))
-        for key, value in explorer.items():
-            setattr(cfg.explorer, key, value)
-        return cfg
-
-    def run(
-        self,
-        body: Callable[[Scheduler], Awaitable[Any]],
-        model_path: str = "",
-        **explorer: Any,
-    ) -> Any:
-        """``await body(scheduler)`` with explorer settings changed by ``explorer``.
-
-        Without ``model_path`` the workers load no tokenizer, which takes long.
-        """
-        cfg = self.config(**explorer)
-        cfg.model.model_path = model_path
-
-        async def main() -> Any:
-            address = self.cluster.scheduler_address
-            async with Client(address, asynchronous=True) as client:
-                scheduler = Scheduler(cfg, SLOTS, client)
-                await scheduler.start()
-                try:
-                    return await body(scheduler)
-                finally:
-                    await scheduler.stop()
-
-        return asyncio.run(main())
+BLOCKING, ANSWERING = workflow("Blocking"), workflow("Answering")
 
 
 @pytest.fixture(scope="module")
@@ -109,26 +47,6 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = str(tmp_path_factory.mktemp("tokenizer"))
     ascii_tokenizer().save_pretrained(path)
     return path
-
-
-def dummies(n: int, repeat_times: int = 1, **row: Any) -> list[Task]:
-    return [Task(DUMMY, raw_task=dict(row), repeat_times=repeat_times) for _ in range(n)]
-
-
-def experiences(result: Any) -> list[Experience]:
-    return [e for payload in result.payloads for e in from_table(decode(payload)[0])]
-
-
-def rows(result: Any) -> int:
-    return len(experiences(result))
-
-
-async def until(path: Path) -> None:
-    """Until a workflow has left its note, at most ``WAIT_S``."""
-    deadline = time.monotonic() + WAIT_S
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} never appeared"
-        await asyncio.sleep(0.02)
 
 
 def test_results_of_a_batch_are_taken_once(stand: Stand) -> None:
@@ -312,7 +230,7 @@ def test_it_works_inside_an_actor_of_the_control_worker(stand: Stand) -> None:
 
 # last in the file: it takes an engine away for good
 def test_fault_13_a_killed_worker_costs_the_batch_nothing(stand: Stand, tmp_path: Path) -> None:
-    pid = call(stand.cluster.client, stand.engines[1].handle, "describe", timeout=WAIT_S)["pid"]
+    pid = stand.pid(1)
 
     async def body(scheduler: Scheduler) -> None:
         scheduler.schedule(dummies(SLOTS, 2, sleep_s=1.0, notes=str(tmp_path)), 1)
@@ -320,7 +238,7 @@ def test_fault_13_a_killed_worker_costs_the_batch_nothing(stand: Stand, tmp_path
             await until(tmp_path / f"started-1-{task}")
         os.kill(pid, signal.SIGKILL)
         # the reborn worker has no engine until this creates it, as the launcher would do
-        rebirth = asyncio.ensure_future(asyncio.to_thread(stand._engine, 1))
+        rebirth = asyncio.ensure_future(asyncio.to_thread(stand.start_engine, 1))
         result = await scheduler.get_results(1, timeout=WAIT_S)
         assert result.counts == Counts(2 * SLOTS, 2 * SLOTS, 0, 0), result.first_error
         assert rows(result) == 2 * SLOTS

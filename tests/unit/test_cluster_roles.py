@@ -35,7 +35,10 @@ def test_resources_of_each_group() -> None:
     }
     trainer = group_resources("trainer", 1, GroupConfig(nthreads=4))
     assert trainer == {"slot:trainer-1": LABEL_AMOUNT, "trainer": 1.0}
-    assert group_resources("runner", 0, GroupConfig(nthreads=3)) == {"runner": 3.0}
+    assert group_resources("runner", 4, GroupConfig(nthreads=3)) == {
+        "slot:runner-4": LABEL_AMOUNT,
+        "runner": 3.0,
+    }
     with pytest.raises(ValueError, match=r"'engines'.*control"):
         slot_of("engines", 0)
 
@@ -81,7 +84,7 @@ def test_labelled_workers_keep_their_role() -> None:
     needed = {"control": 1, "rollout": 2, "runner": 1}
     found = [
         member("a", **{slot_resource("engine-1"): 1e6, "rollout": 4.0}),
-        member("b", runner=1.0),
+        member("b", **{slot_resource("runner-0"): 1e6, "runner": 1.0}),
         member("c"),
         member("d"),
         member("e"),

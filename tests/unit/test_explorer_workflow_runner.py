@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from trinity_dask.cluster.loop_watch import LoopWatch
 from trinity_dask.demo.tokenizer import ascii_tokenizer
 from trinity_dask.experience.payload import decode
 from trinity_dask.experience.schema import from_table
@@ -114,16 +115,20 @@ def run(task, n=1, base=0, mode="asynchronous", partial=True, timeout_s=60.0):
     async def main():
         runner = make_runner(mode)
         _, payload = await runner.run_task(task, 7, n, base, partial, timeout_s)
-        assert runner.get_runner_state() == []
+        assert all(lane["terminate_time"] for lane in runner.get_runner_state())
         return payload
 
     return unpack(asyncio.run(main()))
 
 
-def make_runner(mode="asynchronous"):
+def make_runner(mode="asynchronous", enable_history=False):
     engine = FakeEngine(EngineSpec("engine-0", "fake", ""))
     cfg = {"max_response_tokens": 4, "max_prompt_tokens": 2048}
-    return WorkflowRunner(lambda args: ModelWrapper(engine, TOKENIZER, cfg, args), mode)
+
+    def model(args):
+        return ModelWrapper(engine, TOKENIZER, cfg, args, enable_history=enable_history)
+
+    return WorkflowRunner(model, mode)
 
 
 def unpack(payload):
@@ -262,7 +267,7 @@ def test_parallel_modes_overlap(mode, workflow):
 
 def test_fault_02_a_run_that_never_returns_is_given_up_and_its_siblings_are_kept():
     task = Task("async_one", raw_task={"hang": 8})
-    outcome, found = run(task, n=8, timeout_s=5.0)
+    outcome, found = run(task, n=8, timeout_s=3.0)
     assert outcome.status.completed_runs == len(found) == 7
     assert [e.type for e in outcome.errors] == ["TimeoutError"]
 
@@ -317,6 +322,252 @@ def test_run_numbers_outside_the_group_are_refused():
 
     outcome, _ = run(Task("misnumbered"), n=2)
     assert "run numbers [0, 9]" in str(outcome.status.message)
+
+
+@WORKFLOWS.register_module("few", force=True)
+class Few(Base):
+    """A repeating workflow whose experiences have the (run, step) pairs of the row."""
+
+    can_repeat = True
+
+    async def run_async(self):
+        pairs = self.task.raw_task["pairs"]
+        found = await self.model.generate_async("x", n=len(pairs))
+        for experience, (run_id, step) in zip(found, pairs, strict=True):
+            experience.eid.run, experience.eid.step = run_id, step
+            experience.metrics = {"run": float(run_id), "n:sum": 1.0}
+        return found
+
+
+@pytest.mark.parametrize(
+    ("pairs", "completed", "runs"),
+    [
+        ([(0, 0), (0, 0)], 2, [0, 1]),  # not numbered: in order, the third run is missing
+        ([(0, 0), (2, 0)], 2, [0, 2]),
+        ([(0, 0), (0, 1), (0, 2)], 1, [0, 0, 0]),  # the steps of one run
+        ([(0, 0), (0, 1), (1, 0), (2, 0), (2, 1)], 3, [0, 0, 1, 2, 2]),
+        ([(0, 0), (0, 0), (0, 0), (0, 0)], 1, [0, 0, 0, 0]),
+    ],
+)
+def test_a_repeating_workflow_counts_the_runs_that_came_back(pairs, completed, runs):
+    outcome, found = run(Task("few", raw_task={"pairs": pairs}), n=3)
+    assert (outcome.status.completed_runs, outcome.status.total_runs) == (completed, 3)
+    assert [e.type for e in outcome.errors] == ["MissingRun"] * (3 - completed)
+    assert [e.eid.run for e in found] == runs
+    assert len(outcome.status.metrics) == completed
+    assert outcome.status.ok is (completed == 3)
+
+
+def test_metrics_of_a_run_with_several_steps_are_reduced_by_their_suffix():
+    outcome, _ = run(Task("few", raw_task={"pairs": [(0, 0), (0, 1), (1, 0)]}), n=2)
+    assert [(m["run"], m["n:sum"]) for m in outcome.status.metrics] == [(0.0, 2.0), (1.0, 1.0)]
+
+
+@WORKFLOWS.register_module("temperature", force=True)
+class Temperature(Base):
+    """Its reward says how it sampled."""
+
+    async def run_async(self):
+        if self.task.raw_task.get("greedy_fails") and not self.heat():
+            raise RuntimeError("greedy sampling fails here")
+        (experience,) = await self.model.generate_async("hello", max_tokens=4)
+        experience.reward = 10.0 + self.heat()
+        return [experience]
+
+    def heat(self):
+        return self.model.generate_kwargs["temperature"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_remax_gets_the_reward_of_one_greedy_run_that_is_no_experience(mode):
+    outcome, found = run(Task("temperature", greedy_baseline=True), n=3, base=1, mode=mode)
+    assert outcome.status.completed_runs == len(found) == len(outcome.status.metrics) == 3
+    assert len(INSTANCES) == 4
+    assert [e.eid.run for e in found] == [1, 2, 3]
+    assert {(e.reward, e.info["reward_baseline"]) for e in found} == {(11.0, 10.0)}
+    assert {m["reward_baseline"] for m in outcome.status.metrics} == {10.0}
+
+
+def test_remax_without_its_baseline_is_a_failed_group_and_eval_needs_none():
+    row = {"greedy_fails": True}
+    outcome, found = run(Task("temperature", raw_task=row, greedy_baseline=True), n=3)
+    assert outcome.status.completed_runs == 0
+    assert found == []
+    assert {e.message for e in outcome.errors} == {"greedy sampling fails here"}
+    task = Task("temperature", raw_task=row, greedy_baseline=True, is_eval=True)
+    outcome, _ = run(task, n=3)
+    assert outcome.status.ok
+    assert len(INSTANCES) == 4 + 3
+
+
+@WORKFLOWS.register_module("remembers", force=True)
+class Remembers(Base):
+    """Two turns; returns what its model remembers, and shows a state meanwhile."""
+
+    can_reset = True
+
+    def reset(self, task):
+        self.task = task
+
+    async def run_async(self):
+        self.behave()
+        self.model.set_workflow_state({"turn": self.number, "runner_id": "mine"})
+        await self.model.generate_async("a", max_tokens=4)
+        await asyncio.sleep(0.01)
+        await self.model.generate_async("b", max_tokens=4)
+        if self.number in self.task.raw_task.get("fail_late", []):
+            raise RuntimeError("late")
+        return self.model.extract_experience_from_history(clear_history=False)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_run_has_a_history_of_its_own_that_starts_empty(mode):
+    async def main():
+        runner = make_runner(mode, enable_history=True)
+        task = Task("remembers", task_id=4, raw_task={"fail_late": [2]})
+        payloads = [(await runner.run_task(task, 1, 4, 0))[1] for _ in range(2)]
+        return payloads, runner.get_runner_state()
+
+    payloads, (lane,) = asyncio.run(main())
+    (first, found), (second, again) = map(unpack, payloads)
+    assert (first.status.completed_runs, second.status.completed_runs) == (3, 4)
+    assert len(found) == 6
+    assert len(again) == 8
+    assert len(INSTANCES[1].model.history) == 2  # of the failed run, for whoever looks
+    assert lane["workflow_id"] == "1/4/0"
+    assert lane["runner_id"] == "runner/0"  # a workflow cannot hide it
+    assert 5 <= lane["turn"] <= 8
+    assert (lane["repeat_cnt"], lane["model_version"]) == (4, 0)
+    assert lane["terminate_time"] >= lane["begin_time"]
+
+
+def test_runners_are_lanes_and_a_given_id_is_kept():
+    async def main():
+        runner = make_runner()
+        slow = Task("async_one", raw_task={"sleep_s": 0.2})
+        await asyncio.gather(*(runner.run_task(slow, 1, 1, 0) for _ in range(2)))
+        await runner.run_task(Task("async_one"), 2, 1, 0)
+        _, payload = await runner.run_task(Task("async_one"), 3, 1, 0, runner_id=17)
+        return runner.get_runner_state(), unpack(payload)[0]
+
+    lanes, outcome = asyncio.run(main())
+    assert [lane["runner_id"] for lane in lanes] == ["runner/0", "runner/1", 17]
+    assert [lane["workflow_id"] for lane in lanes] == ["2//0", "1//0", "3//0"]
+    assert outcome.runner["runner_id"] == 17
+    assert outcome.runner["workflow_id"] == "3//0"
+
+
+def test_an_experience_without_versions_gets_those_of_the_model():
+    @WORKFLOWS.register_module("handmade", force=True)
+    class Handmade(Base):
+        async def run_async(self):
+            (experience,) = await self.model.generate_async("x")
+            self.model.engine.model_version = 7
+            experience.versions = None
+            return [experience]
+
+    _, (experience,) = run(Task("handmade"))
+    assert experience.info["model_version"] == 0
+    assert experience.info["model_version_drift"] == 7
+
+
+def test_drift_is_that_of_the_tokens():
+    @WORKFLOWS.register_module("drifting", force=True)
+    class Drifting(Base):
+        async def run_async(self):
+            (experience,) = await self.model.generate_async("x", min_tokens=4)
+            experience.versions[-1] = 3
+            return [experience]
+
+    _, (experience,) = run(Task("drifting"))
+    assert (experience.info["model_version"], experience.info["model_version_drift"]) == (0, 3)
+
+
+@pytest.mark.parametrize("how", ["spin", "sleep"])
+def test_fault_02_async_code_that_blocks_the_loop_is_interrupted_at_its_deadline(how):
+    @WORKFLOWS.register_module("blocks", force=True)
+    class Blocks(Base):
+        async def run_async(self):
+            if how == "sleep":
+                time.sleep(600)
+            while True:
+                pass
+
+    async def main():
+        watch = LoopWatch("test")
+        watch.start()
+        try:
+            runner = make_runner()
+            neighbour = runner.run_task(Task("async_one", raw_task={"sleep_s": 0.3}), 1, 1, 0)
+            stuck = runner.run_task(Task("blocks"), 1, 1, 0, True, 0.5)
+            payloads = await asyncio.gather(neighbour, stuck)
+            return [unpack(payload)[0] for _, payload in payloads], watch.max_lag_s(60)
+        finally:
+            watch.stop()
+
+    (neighbour, stuck), lag = asyncio.run(main())
+    assert neighbour.status.ok
+    assert [e.type for e in stuck.errors] == ["LoopBlocked"]
+    assert "asyncio.to_thread" in stuck.errors[0].message
+    assert lag > 0.4
+    assert stuck.runner["loop_lag_s"] > 0.4
+
+
+def test_the_interruption_never_reaches_code_that_is_not_the_users():
+    """A neighbour holds the loop while another one's deadline has passed."""
+
+    @WORKFLOWS.register_module("waits", force=True)
+    class Waits(Base):
+        async def run_async(self):
+            await asyncio.Event().wait()
+
+    async def main():
+        watch = LoopWatch("test")
+        watch.start()
+        try:
+            runner = make_runner()
+            late = asyncio.ensure_future(runner.run_task(Task("waits"), 1, 1, 0, True, 0.2))
+            await asyncio.sleep(0.1)
+            until = time.monotonic() + 2.0
+            while time.monotonic() < until:  # ours, not user code
+                pass
+            return unpack((await late)[1])[0]
+        finally:
+            watch.stop()
+
+    outcome = asyncio.run(main())
+    assert [e.type for e in outcome.errors] == ["TimeoutError"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_blocking_thread_is_left_behind_and_counted(mode):
+    release = threading.Event()
+
+    @WORKFLOWS.register_module("stuck", force=True)
+    class Stuck(Base):
+        is_async = False
+
+        def run(self):
+            release.wait(60)  # a C call: nothing can interrupt it
+
+    try:
+        outcome, _ = run(Task("stuck"), n=2, mode=mode, timeout_s=0.3)
+        assert {e.type for e in outcome.errors} <= {"StuckThread", "TimeoutError"}
+        assert outcome.runner["abandoned_threads"] >= 1
+        assert outcome.restart_runner
+    finally:
+        release.set()
+
+
+def test_without_partial_runs_the_others_say_why_they_ended():
+    task = Task("async_one", raw_task={"fail_calls": [2]})
+    for mode in MODES:
+        CALLS.clear()
+        outcome, _ = run(task, n=3, mode=mode, partial=False)
+        assert not outcome.status.ok
+        kinds = {e.type for e in outcome.errors}
+        assert kinds <= {"RuntimeError", "SiblingFailed"}
+        assert "RuntimeError" in kinds
 
 
 def test_an_unknown_mode_names_the_modes():

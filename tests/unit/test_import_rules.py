@@ -35,6 +35,7 @@ LIGHT = {"config": HEAVY, "experience": HEAVY}
 PURE = {
     "explorer/scheduler_state.py": HEAVY,
     "buffer/lease_queue.py": HEAVY,
+    "buffer/replay_queue.py": HEAVY,
 }
 ALGORITHM_MAY_IMPORT = {"torch", "numpy", *sys.stdlib_module_names}
 

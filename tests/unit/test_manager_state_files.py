@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,6 +31,38 @@ def test_state_round_trip(tmp_path: Path) -> None:
     assert manager.load_stage() == {"latest_stage": 1, "finished": True}
     assert manager.load_explorer_server_url() == "http://127.0.0.1:9000"
     assert [p.name for p in tmp_path.glob("*.tmp")] == []
+
+
+def test_every_explorer_has_its_own_files(tmp_path: Path) -> None:
+    manager = StateManager(tmp_path, "explorer1")
+    manager.save_explorer(3, [{"position": 1}])
+    manager.save_explorer(5, [{"position": 2}], "explorer2")
+    manager.save_explorer_server_url("http://127.0.0.1:9002", "explorer2")
+    assert manager.load_explorer()["latest_iteration"] == 3
+    assert manager.load_explorer("explorer2")["latest_iteration"] == 5
+    assert StateManager(tmp_path, "explorer2").load_explorer() == manager.load_explorer("explorer2")
+    assert manager.load_explorer_server_url() is None
+    assert manager.load_explorer_server_url("explorer2") == "http://127.0.0.1:9002"
+
+
+def test_a_crash_between_two_writes_leaves_a_whole_file(tmp_path: Path) -> None:
+    manager = StateManager(tmp_path)
+    manager.save_explorer_server_url("http://127.0.0.1:9000")
+
+    def dies(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "replace", dies)  # the last moment before the new content counts
+        for write in (
+            lambda: manager.save_explorer_server_url("http://127.0.0.1:9001"),
+            lambda: manager.save_trainer(4, {}),
+        ):
+            with pytest.raises(KeyboardInterrupt):
+                write()
+    assert manager.load_explorer_server_url() == "http://127.0.0.1:9000"
+    assert manager.load_trainer() == {}
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_failed_write_leaves_the_old_state(tmp_path: Path) -> None:

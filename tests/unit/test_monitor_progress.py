@@ -1,6 +1,7 @@
 """What the driver shows: only what is in the status, only when it changed."""
 
 import io
+import time
 
 import pytest
 from hypothesis import given
@@ -54,6 +55,25 @@ def test_plain_mode_prints_a_line_per_change_and_none_without():
     assert "12,346" in lines[0]
     assert lines[2].endswith("no space left")
     assert "failed" in lines[2]
+
+
+def test_the_live_picture_shows_who_is_at_what_and_who_is_late():
+    runner = {
+        "runner_id": 3,
+        "worker": "runner-0",
+        "workflow_id": "12/5/0",
+        "model_version": 7,
+        "repeat_cnt": 8,
+        "begin_time": time.time() - 75,
+        "terminate_time": None,
+        "phase": "calling a tool",
+    }
+    text = show({**STATUS, "runners": [runner], "late_workers": {"rollout-1": 3.2}})
+    (line,) = [line for line in text.splitlines() if "12/5/0" in line]
+    assert line.split()[:6] == ["3", "runner-0", "12/5/0", "7", "8", "1:15"]
+    assert "phase calling a tool" in line
+    assert "rollout-1 3.2" in text
+    assert "12/5/0" not in plain_line({**STATUS, "runners": [runner]})
 
 
 def test_text_of_others_is_printed_as_it_is():

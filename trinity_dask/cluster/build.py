@@ -45,13 +45,15 @@ class RunCluster:
         *,
         local: LocalGroups | None = None,
         owns_client: bool = True,
-        claimed: bool = False,
+        run_id: str = "",
     ):
         self.client = client
+        self.run_id = run_id
+        self.shared = False  # other runs of the job are on the cluster when this one leaves
         self.scheduler_address: str = scheduler_of(client).address
         self.dashboard_link = local.dashboard_link if local else _dashboard_of(client)
         self.owns_workers = local is not None
-        self._local, self._owns_client, self._claimed = local, owns_client, claimed
+        self._local, self._owns_client = local, owns_client
         self._closed = False
         atexit.register(self.close)
 
@@ -71,10 +73,10 @@ class RunCluster:
                 self._local.close(timeout_s / 2)
 
     def _give_back(self) -> None:
-        """Leave a cluster that is not ours as it was."""
-        if self._claimed:
-            claims.unclaim(self.client)
-        plugins.unregister_plugins(self.client)
+        """Leave a cluster that is not ours as it was, or as the other runs need it."""
+        claims.unclaim(self.client, self.run_id, keep_control=self.shared)
+        if not self.shared:
+            plugins.unregister_plugins(self.client)
 
     def __enter__(self) -> RunCluster:
         return self
@@ -88,8 +90,16 @@ class RunCluster:
         self.close()
 
 
-def open_cluster(cfg: Config, client: Client | None = None) -> RunCluster:
+def open_cluster(
+    cfg: Config,
+    client: Client | None = None,
+    before_joining: Callable[[Client], object] | None = None,
+    run_id: str = "",
+) -> RunCluster:
     """Build the cluster that ``cfg`` describes, or join the one of ``client``.
+
+    ``before_joining`` is called with the client of a cluster that is joined, before any of its
+    workers is taken; ``run_id`` tells this run's claims from those of others.
 
     A given client is used as it is and stays open. Otherwise ``cluster.type`` decides:
     ``local`` starts processes here, ``address`` joins a running scheduler. In a cluster
@@ -99,9 +109,9 @@ def open_cluster(cfg: Config, client: Client | None = None) -> RunCluster:
         ClusterError: a port in use, nobody at the address, or not enough workers.
     """
     if client is not None:
-        return _join(cfg, _checked(client), owns_client=False)
+        return _join(cfg, _checked(client), False, before_joining, run_id)
     if cfg.cluster.type == "address":
-        return _join(cfg, _connect(cfg.cluster.address), owns_client=True)
+        return _join(cfg, _connect(cfg.cluster.address), True, before_joining, run_id)
     if cfg.cluster.type == "local":
         return _build(cfg)
     raise ClusterError(
@@ -158,12 +168,18 @@ def _connect(address: str | None) -> Client:
         ) from error
 
 
-def _join(cfg: Config, client: Client, owns_client: bool) -> RunCluster:
+def _join(
+    cfg: Config,
+    client: Client,
+    owns_client: bool,
+    before: Callable[[Client], object] | None,
+    run_id: str,
+) -> RunCluster:
     try:
-        plan = _wait_for_workers(cfg, client)
-        if plan.claims:
-            claims.claim(client, plan.claims)
-        cluster = RunCluster(client, owns_client=owns_client, claimed=bool(plan.claims))
+        if before is not None:
+            before(client)
+        _wait_for_workers(cfg, client, run_id)
+        cluster = RunCluster(client, owns_client=owns_client, run_id=run_id)
     except BaseException:
         if owns_client:
             client.close()
@@ -171,14 +187,17 @@ def _join(cfg: Config, client: Client, owns_client: bool) -> RunCluster:
     return _ready(cluster)
 
 
-def _wait_for_workers(cfg: Config, client: Client) -> claims.Plan:
-    """Wait until the cluster has enough workers, since they may still be joining."""
+def _wait_for_workers(cfg: Config, client: Client, run_id: str) -> claims.Plan:
+    """Wait until the cluster has enough workers, since they may still be joining, and claim."""
     deadline = time.monotonic() + cfg.cluster.start_timeout_s
     needed, told = needed_workers(cfg), False
     while True:
-        plan = claims.plan_claims(claims.members(client), needed, cfg.cluster)
-        if plan.complete:
-            return plan
+        with claims.one_at_a_time(client):
+            plan = claims.plan_claims(claims.members(client), needed, cfg.cluster)
+            if plan.complete:
+                if plan.claims:
+                    claims.claim(client, plan.claims, run_id)
+                return plan
         if not told:
             logger.warning("waiting for workers at %s: %s", scheduler_of(client).address, plan)
             told = True

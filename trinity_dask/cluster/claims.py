@@ -6,14 +6,25 @@ identity), and gives it back when the run closes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
 
-from distributed import Client, Scheduler, SchedulerPlugin, Worker, WorkerPlugin
+from distributed import Client, Lock, Scheduler, SchedulerPlugin, Worker, WorkerPlugin
 
-from trinity_dask.cluster.slots import GROUPS, PREFIX, group_config, group_resources, slot_of
+from trinity_dask.cluster.slots import (
+    CONTROL,
+    GROUPS,
+    PREFIX,
+    group_config,
+    group_resources,
+    slot_of,
+)
 from trinity_dask.cluster.slots import slot_resource as label
 from trinity_dask.config.schema import ClusterConfig
+
+CLAIMS = "trinity-claims"
+LOCK_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -72,23 +83,27 @@ def plan_claims(found: list[Member], needed: dict[str, int], cfg: ClusterConfig)
     claims: dict[str, dict[str, float]] = {}
     present = dict.fromkeys(needed, 0)
     for group in (g for g in GROUPS if g in needed):
-        for index in _missing(found, group, needed[group]):
+        roles = _roles(group, needed[group], cfg)
+        for index in _missing(found, group, roles):
             if not free:
                 break
             member = free.pop(0)
             claims[member.identity] = _resources(group, index, cfg, member)
             present[group] += 1
-        present[group] += needed[group] - len(_missing(found, group, needed[group]))
+        present[group] += needed[group] - len(_missing(found, group, roles))
     return Plan(claims, needed, present)
 
 
-def _missing(found: list[Member], group: str, count: int) -> list[int]:
+def _roles(group: str, count: int, cfg: ClusterConfig) -> range:
+    """Indices of the group's roles that are this run's."""
+    first = group_config(cfg, group).first_index or 0
+    return range(first, first + count)
+
+
+def _missing(found: list[Member], group: str, roles: range) -> list[int]:
     """Indices of the group's roles that no worker has yet."""
     have = {name for member in found for name in member.resources}
-    slots = [slot_of(group, index) for index in range(count)]
-    if slots[0] is None:  # runners have no slot and are only counted
-        return list(range(sum(group in m.resources for m in found), count))
-    return [i for i, slot in enumerate(slots) if slot is not None and label(slot) not in have]
+    return [i for i in roles if label(slot_of(group, i)) not in have]
 
 
 def _resources(group: str, index: int, cfg: ClusterConfig, member: Member) -> dict[str, float]:
@@ -123,10 +138,9 @@ class Recheck(SchedulerPlugin):
 class SlotClaims(WorkerPlugin):
     """Carries the roles to the workers, also to those that are born again."""
 
-    name = "trinity-claims"
-
-    def __init__(self, claims: dict[str, dict[str, float]]):
+    def __init__(self, claims: dict[str, dict[str, float]], name: str):
         self.claims = claims
+        self.name = name
 
     async def setup(self, worker: Worker) -> None:
         resources = self.claims.get(str(worker.nanny or worker.address))
@@ -143,10 +157,40 @@ class SlotClaims(WorkerPlugin):
         await worker.scheduler.trinity_recheck(worker=worker.address)
 
 
-def claim(client: Client, claims: dict[str, dict[str, float]]) -> None:
+@contextmanager
+def one_at_a_time(client: Client) -> Iterator[None]:
+    """Two runs that join at once must not claim the same worker.
+
+    Raises:
+        TimeoutError: another run holds the lock for too long.
+    """
+    with client.as_current():
+        lock = Lock(f"{CLAIMS}-lock")
+        if not lock.acquire(timeout=LOCK_TIMEOUT_S):
+            raise TimeoutError(f"another run is claiming workers for {LOCK_TIMEOUT_S:g} s")
+        try:
+            yield
+        finally:
+            lock.release()
+
+
+def claim(client: Client, claims: dict[str, dict[str, float]], run_id: str = "") -> None:
+    """Give the workers their roles. The control role is apart: other runs may need it longer."""
     client.register_plugin(Recheck())
-    client.register_plugin(SlotClaims(claims))
+    for kind in (CONTROL, "others"):
+        mine = {w: r for w, r in claims.items() if (CONTROL in r) == (kind == CONTROL)}
+        if mine:
+            client.register_plugin(SlotClaims(mine, f"{CLAIMS}-{kind}-{run_id}"))
 
 
-def unclaim(client: Client) -> Any:
-    return client.unregister_worker_plugin(SlotClaims.name)
+def unclaim(client: Client, run_id: str = "", keep_control: bool = False) -> None:
+    """Take this run's roles back. Without ``keep_control`` nobody else is on the cluster, and
+    whatever earlier runs left is taken back as well."""
+    for name in client.run_on_scheduler(_claim_plugins):
+        if not keep_control or name == f"{CLAIMS}-others-{run_id}":
+            with suppress(ValueError):  # another run has taken it away already
+                client.unregister_worker_plugin(name)
+
+
+def _claim_plugins(dask_scheduler: Scheduler) -> list[str]:
+    return [name for name in dask_scheduler.worker_plugins if str(name).startswith(CLAIMS)]

@@ -9,11 +9,12 @@ import asyncio
 from contextlib import suppress
 from typing import Any
 
-from distributed import Client, Worker, WorkerPlugin
+from distributed import Client, Scheduler, Worker, WorkerPlugin
 from distributed.core import Status
 
 from trinity_dask.cluster.context import forget_worker
 from trinity_dask.cluster.guard import end_children, guard_worker
+from trinity_dask.cluster.watch_plugin import WatchLoop
 
 
 class CancelRunning(WorkerPlugin):
@@ -65,11 +66,17 @@ class ProcessGuard(WorkerPlugin):
 
 def register_plugins(client: Client) -> None:
     """Install the plugins in all present and future workers of a synchronous client."""
-    for plugin in (ProcessGuard(), CancelRunning()):
+    for plugin in (ProcessGuard(), CancelRunning(), WatchLoop()):
         client.register_plugin(plugin)
 
 
 def unregister_plugins(client: Client) -> None:
-    for plugin in (CancelRunning, ProcessGuard):
-        with suppress(ValueError):  # another run has taken it away already
-            client.unregister_worker_plugin(plugin.name)
+    present = client.run_on_scheduler(_worker_plugins)
+    for plugin in (WatchLoop, CancelRunning, ProcessGuard):
+        if plugin.name in present:  # else another run has taken it away already
+            with suppress(ValueError):
+                client.unregister_worker_plugin(plugin.name)
+
+
+def _worker_plugins(dask_scheduler: Scheduler) -> list[str]:
+    return list(dask_scheduler.worker_plugins)

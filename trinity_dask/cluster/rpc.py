@@ -141,28 +141,41 @@ async def _call_remote(
     kwargs: dict[str, Any],
     timeout: float,
 ) -> Any:
+    message = {
+        "op": "actor_execute",
+        "actor": handle.key,
+        "function": method,
+        "args": [to_serialize(arg) for arg in args],
+        "kwargs": {name: to_serialize(value) for name, value in kwargs.items()},
+    }
+    reply = await exchange(pool, handle, method, timeout, message)
+    if reply["status"] == "OK":
+        return reply["result"]
+    raise reply["exception"]
+
+
+async def exchange(
+    pool: ConnectionPool, handle: ActorHandle, method: str, timeout: float, message: dict[str, Any]
+) -> Any:
+    """Send ``message`` to the worker of ``handle`` and return its reply.
+
+    ``timeout`` bounds the connecting only. ``method`` is what the call is named in errors.
+
+    Raises:
+        ActorLost: the worker is gone, or went before it replied.
+    """
     try:
         comm = await _connect(pool, handle.address, timeout)
     except OSError as error:
         raise ActorLost(handle, method, error) from error
     try:
-        reply = await send_recv(
-            comm,
-            op="actor_execute",
-            actor=handle.key,
-            function=method,
-            args=[to_serialize(arg) for arg in args],
-            kwargs={name: to_serialize(value) for name, value in kwargs.items()},
-        )
+        return await send_recv(comm, **message)
     except (OSError, KeyError) as error:
         # the connection broke; or (KeyError) the worker holds no such actor any more. Errors
         # of the method itself come in the reply.
         raise ActorLost(handle, method, error) from error
     finally:
         pool.reuse(handle.address, comm)
-    if reply["status"] == "OK":
-        return reply["result"]
-    raise reply["exception"]
 
 
 async def _connect(pool: ConnectionPool, address: str, timeout: float) -> Any:

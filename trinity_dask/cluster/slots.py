@@ -33,12 +33,24 @@ def engine_slot(index: int) -> str:
     return f"engine-{index}"
 
 
+def own_engine_slots(cluster: ClusterConfig) -> tuple[str, ...] | None:
+    """The engines of a run that shares its cluster; None: all that there are."""
+    first = cluster.rollout.first_index
+    if first is None:
+        return None
+    return tuple(engine_slot(first + i) for i in range(cluster.rollout.n_workers))
+
+
 def trainer_slot(rank: int) -> str:
     return f"trainer-{rank}"
 
 
-def slot_of(group: str, index: int) -> str | None:
-    """The slot of the ``index``-th worker of a group; runner workers have none.
+def runner_slot(index: int) -> str:
+    return f"runner-{index}"
+
+
+def slot_of(group: str, index: int) -> str:
+    """The slot of the ``index``-th worker of a group.
 
     Raises:
         ValueError: ``group`` is not one of :data:`GROUPS`.
@@ -49,7 +61,7 @@ def slot_of(group: str, index: int) -> str | None:
         return CONTROL
     if group == ROLLOUT:
         return engine_slot(index)
-    return trainer_slot(index) if group == TRAINER else None
+    return trainer_slot(index) if group == TRAINER else runner_slot(index)
 
 
 def group_threads(group: str, cfg: GroupConfig) -> int:
@@ -59,8 +71,7 @@ def group_threads(group: str, cfg: GroupConfig) -> int:
 
 def group_resources(group: str, index: int, cfg: GroupConfig) -> dict[str, float]:
     """Resources of the ``index``-th worker of a group: its slot label, its tasks, its GPUs."""
-    slot = slot_of(group, index)
-    resources: dict[str, float] = {} if slot is None else {slot_resource(slot): LABEL_AMOUNT}
+    resources = {slot_resource(slot_of(group, index)): LABEL_AMOUNT}
     per_thread = group in (ROLLOUT, RUNNER)
     resources[group] = float(group_threads(group, cfg)) if per_thread else 1.0
     if cfg.gpus_per_worker:

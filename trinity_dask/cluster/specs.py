@@ -19,11 +19,13 @@ from trinity_dask.cluster.slots import (
     CONTROL,
     GROUPS,
     ROLLOUT,
+    RUNNER,
     TRAINER,
     group_config,
     group_resources,
     group_threads,
 )
+from trinity_dask.config import modes
 from trinity_dask.config.schema import Config
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -51,11 +53,13 @@ class GroupNanny(Nanny):
 
 def needed_workers(cfg: Config) -> dict[str, int]:
     """How many workers of each group the run needs; groups without any are left out."""
-    modes = {stage.get("mode", cfg.mode) for stage in cfg.stages} or {cfg.mode}
-    unused = set()
-    if modes == {"train"}:
-        unused.add(ROLLOUT)
-    if modes == {"explore"}:
+    used = {stage.get("mode", cfg.mode) for stage in cfg.stages} or {cfg.mode}
+    if cfg.mode == "bench":
+        used = {"bench"}
+    unused = set[str]()
+    if not any(modes.samples(mode) for mode in used):
+        unused.update((ROLLOUT, RUNNER))
+    if not any(modes.trains(mode) for mode in used):
         unused.add(TRAINER)
     counts = {g: group_config(cfg.cluster, g).n_workers for g in GROUPS if g not in unused}
     counts[CONTROL] = 1

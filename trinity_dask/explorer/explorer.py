@@ -1,62 +1,93 @@
 """The explorer: reads tasks, has them rolled out, meets the trainer, evaluates.
 
 Invariant: batches are committed in the order of their steps, so the last manifest says how
-far exploration is; everything up to a boundary is committed before new weights are asked
-for. An error of any batch ends :meth:`Explorer.explore` with that error.
+far exploration is; in every style but ``fully_async``, everything up to a boundary is committed
+before new weights are asked for. An error of any batch ends :meth:`Explorer.explore` with it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections import deque
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, ClassVar, Optional
+from weakref import WeakValueDictionary
 
 from trinity_dask.buffer.experience_buffer import ExperienceBuffer
+from trinity_dask.buffer.manifest import Manifest
 from trinity_dask.config.schema import Config
-from trinity_dask.explorer.rollout_coordinator import EVAL, TRAIN, RolloutCoordinator
+from trinity_dask.explorer.batches import EVAL, TRAIN, signature, step_of, train_batch_id
+from trinity_dask.explorer.benchmark import Benchmark
+from trinity_dask.explorer.engine_weights import EngineWeights
+from trinity_dask.explorer.evaluation import Evaluations
+from trinity_dask.explorer.in_flight import InFlight
+from trinity_dask.explorer.rollout_coordinator import RolloutCoordinator
+from trinity_dask.explorer.task_stream import TaskStream
 from trinity_dask.explorer.taskset_reader import TasksetReader
+from trinity_dask.explorer.weight_calls import WeightCalls
 from trinity_dask.manager.state_manager import StateManager, read_json, write_json
 from trinity_dask.manager.synchronizer import Synchronizer
 from trinity_dask.monitor.monitor import Monitor
 
 log = logging.getLogger("trinity_dask.explorer")
 
-MAX_INFLIGHT_BATCHES = 2
 
+class Explorer(WeightCalls):
+    """One explorer of a job; lives on the control worker's event loop.
 
-class Explorer:
-    """Explores in style ``fixed``.
-
-    ``synchronizer`` is None when there is no trainer; the engines' weights then never change.
+    Args:
+        synchronizer: None without a trainer; the engines' weights then never change.
+        buffer: where batches are committed; None in mode ``bench``.
+        weights: the engines, for :meth:`benchmark` and the weight-group calls.
+        end_writes: tells the buffer that this explorer commits no more (default: closes it).
     """
+
+    _live: ClassVar[WeakValueDictionary[tuple[str, str], Explorer]] = WeakValueDictionary()
 
     def __init__(
         self,
         cfg: Config,
         coordinator: RolloutCoordinator,
         synchronizer: Optional[Synchronizer],
-        buffer: ExperienceBuffer,
+        buffer: Optional[ExperienceBuffer],
         monitor: Monitor,
+        weights: Optional[EngineWeights] = None,
+        end_writes: Optional[Callable[[], Awaitable[None]]] = None,
     ) -> None:
-        self.cfg = cfg
-        self.step = 0
-        self.model_version = -1
+        super().__init__(cfg, synchronizer, monitor, weights)
         self._coordinator = coordinator
-        self._synchronizer = synchronizer
         self._buffer = buffer
-        self._monitor = monitor
-        self._state_file = StateManager(str(cfg.job_dir), cfg.explorer.name).explorer_file
+        self._end_writes = end_writes or (buffer.close_writes if buffer is not None else None)
+        self._signed = signature(cfg.mode, self.name)
+        self._state_file = StateManager(str(cfg.job_dir), self.name).explorer_file
         self._reader: Optional[TasksetReader] = None
-        self._in_flight: deque[asyncio.Task[None]] = deque()
-        self._evals: list[asyncio.Task[None]] = []
-        self._last_eval = (-1, -1)  # step and model version of the last finished evaluation
-        self._evaluating = (-1, -1)
+        self._stream: Optional[TaskStream] = None
+        self._evals: Optional[Evaluations] = None
+        self._in_flight = InFlight(cfg.explorer.max_inflight_batches, self._commit)
+        self._submitted: dict[int, tuple[float, int]] = {}  # step -> time, model version
         self._halt: Optional[asyncio.Event] = None
         self._stopped = False
-        self._seen: dict[str, Any] = {"eval": {}}
+        self._seen: dict[str, Any] = {}
+        self._live[str(cfg.job_dir), self.name] = self
+
+    @classmethod
+    def get_actor(cls, config: Config) -> Explorer:
+        """The live explorer of this job and name in this process (the control worker's).
+
+        Raises:
+            LookupError: there is none; names those that there are.
+        """
+        found = cls._live.get((str(config.job_dir), config.explorer.name))
+        if found is None:
+            known = ", ".join(f"{name} of {job}" for job, name in cls._live) or "none"
+            raise LookupError(
+                f"no explorer {config.explorer.name!r} of {config.job_dir} in this process; "
+                f"live: {known}"
+            )
+        return found
 
     # preparation ----------------------------------------------------------------------
     async def prepare(self) -> None:
@@ -67,19 +98,41 @@ class Explorer:
         """
         self._halt = asyncio.Event()
         self._reader = await asyncio.to_thread(TasksetReader, self.cfg)
-        manifest = await self._buffer.last_manifest()
-        if manifest is not None:
-            self.step = int(manifest.batch_id)
-            self._reader.train.load_state_dict(manifest.meta["taskset_state"])
-            log.info("continuing after step %d", self.step)
+        self._stream = TaskStream(self._reader)
+        verb = "bench" if self.cfg.mode == "bench" else "eval"
+        self._evals = Evaluations(self._reader, self._coordinator, self._monitor, verb)
+        await self._continue()
+        if self._synchronizer is not None:
+            self.model_version = await self._synchronizer.register_explorer(self.name)
+
+    async def _continue(self) -> None:
+        mine = await self._committed()
+        if mine:
+            self.step = max(mine)
+            recent = sorted(mine)[-self.cfg.explorer.max_inflight_batches :]
+            self.stream.load(mine[self.step].meta, [(step, mine[step].meta) for step in recent])
+            log.info("%s continues after step %d", self.name, self.step)
         saved = await asyncio.to_thread(read_json, Path(self._state_file)) or {}
         step, version = saved.get("last_eval", (-1, -1))
-        self._last_eval = (int(step), int(version))
-        await self._learn_version()
+        self.evals.last = (int(step), int(version))
 
-    async def _learn_version(self) -> None:
-        if self._synchronizer is not None:
-            self.model_version = await self._synchronizer.get_latest_model_version()
+    async def _committed(self) -> dict[int, Manifest]:
+        """This explorer's batches by step."""
+        manifests = await self._buffer.manifests() if self._buffer is not None else []
+        steps = ((step_of(m.batch_id, self._signed), m) for m in manifests)
+        return {step: manifest for step, manifest in steps if step is not None}
+
+    @property
+    def stream(self) -> TaskStream:
+        if self._stream is None:
+            raise RuntimeError("Explorer.prepare() was not called")
+        return self._stream
+
+    @property
+    def evals(self) -> Evaluations:
+        if self._evals is None:
+            raise RuntimeError("Explorer.prepare() was not called")
+        return self._evals
 
     # the loop -------------------------------------------------------------------------
     async def explore(self) -> str:
@@ -92,25 +145,27 @@ class Explorer:
         assert self._halt is not None
         steps = asyncio.ensure_future(self._explore_steps())
         halt = asyncio.ensure_future(self._halt.wait())
+        watch = asyncio.ensure_future(self._watch_weights())
         try:
-            await asyncio.wait({steps, halt}, return_when=asyncio.FIRST_COMPLETED)
-            if steps.done():
-                steps.result()
-            await self._cancel([steps, halt])
+            await asyncio.wait({steps, halt, watch}, return_when=asyncio.FIRST_COMPLETED)
+            for part in (steps, watch):
+                if part.done():
+                    part.result()
+            await cancel([steps, halt, watch])
             await self._drop_in_flight()
             if not self._stopped:
                 await self._end()
         finally:
-            await self._cancel([steps, halt, *self._in_flight, *self._evals])
+            await cancel([steps, halt, watch, *self._in_flight.tasks, *self.evals.in_flight])
             await self.save_checkpoint()
             if self._synchronizer is not None:
-                await self._synchronizer.explorer_stopped(self.step)
-        return self.cfg.explorer.name
+                await self._synchronizer.explorer_stopped(self.name, self.step)
+        return self.name
 
     async def _explore_steps(self) -> None:
         await self._catch_up()
         while await self.explore_step():
-            if self.need_sync():
+            if await self.need_sync():
                 await self.sync_weight()
             if self.need_eval():
                 await self.eval()
@@ -122,91 +177,67 @@ class Explorer:
         if boundary > 0:
             await self.sync_weight(boundary)
         if self.step == 0:
-            if self.cfg.explorer.eval_on_startup and self._last_eval[0] < 0:
+            if self.cfg.explorer.eval_on_startup and self.evals.last[0] < 0:
                 await self.eval()
-        elif self.need_eval() and self._last_eval[0] < self.step:
+        elif self.need_eval() and self.evals.last[0] < self.step:
             await self.eval()
 
     async def explore_step(self) -> bool:
         """Read and submit the next batch; False when there is none.
 
-        Waits for the oldest batch while ``MAX_INFLIGHT_BATCHES`` are not committed yet.
+        Waits for the oldest batch while ``explorer.max_inflight_batches`` are not committed.
         """
-        assert self._reader is not None
-        while len(self._in_flight) >= MAX_INFLIGHT_BATCHES:
-            await self._finish_oldest()
-        tasks = await asyncio.to_thread(self._reader.read)
+        await self._in_flight.make_room()
+        flying = self._in_flight
+        await self._wait_young_enough(self.step + 1, lambda: len(flying.uncommitted))
+        tasks = await self.stream.read(self.step + 1)
         if tasks is None:
             return False
         self.step += 1
-        meta = {"taskset_state": self._reader.train.state_dict()}
-        await self._coordinator.submit_batch(self.step, tasks, TRAIN, meta=meta)
-        previous = self._in_flight[-1] if self._in_flight else None
-        finalize = self._finalize(self.step, previous, self.model_version)
-        self._in_flight.append(asyncio.ensure_future(finalize))
+        step = self.step
+        await self._coordinator.submit_batch(
+            train_batch_id(step, self._signed),
+            tasks,
+            TRAIN,
+            min_wait_num=self._min_wait_num(len(tasks)),
+            meta=lambda: self._meta(step),
+            refill=self.stream.read_more,
+            feedback=lambda metric: self.stream.feedback(step, metric),
+        )
+        self._submitted[step] = (time.monotonic(), self.model_version)
+        self._in_flight.add(step)
         return True
 
-    async def _finalize(
-        self, step: int, previous: Optional[asyncio.Task[None]], version: int
-    ) -> None:
-        """Commit step ``step`` after the one before it, and log it."""
-        started = time.monotonic()
-        if previous is not None:
-            await asyncio.shield(previous)
-        result = await self._coordinator.finalize_train_batch(step)
-        seconds = time.monotonic() - started
+    def _min_wait_num(self, n_tasks: int) -> Optional[int]:
+        """Tasks that suffice for a batch under over-rollout; None: all."""
+        ratio = self.cfg.explorer.over_rollout.ratio
+        return max(math.ceil(n_tasks * (1 - ratio)), 1) if ratio > 0 else None
+
+    def _meta(self, step: int) -> dict[str, Any]:
+        return {**self.stream.state_at(step), "explorer": self.name, "step": step}
+
+    async def _commit(self, step: int) -> None:
+        """Finalise batch ``step``, which commits it, and log it."""
+        waited = time.monotonic()
+        result = await self._coordinator.finalize_train_batch(train_batch_id(step, self._signed))
+        submitted, version = self._submitted.pop(step)
+        now = time.monotonic()
         metrics = result["metrics"]
-        tokens_per_s = metrics.get("rollout/response_tokens", 0.0) / max(seconds, 1e-9)
+        tokens_per_s = metrics.get("rollout/response_tokens", 0.0) / max(now - waited, 1e-9)
         self._seen["reward"] = metrics.get("rollout/reward/mean")
         self._seen["tokens_per_s"] = round(tokens_per_s, 1)
         metrics["rollout/model_version"] = float(version)
         metrics["rollout/tokens_per_s"] = tokens_per_s
-        metrics["time/explore_step"] = seconds
+        metrics["time/explore_step"] = now - submitted
+        metrics["time/wait_explore_step"] = now - waited
         self._monitor.log(step, metrics)
-
-    async def _finish_oldest(self) -> None:
-        # removed only afterwards: a cancelled wait must not lose sight of the batch
-        await asyncio.shield(self._in_flight[0])
-        self._in_flight.popleft()
 
     async def finish_current_steps(self) -> None:
         """Commit everything that was submitted, in order, and log pending evals."""
-        while self._in_flight:
-            await self._finish_oldest()
-        if self._evals:
-            await asyncio.shield(asyncio.gather(*self._evals))
-            self._evals.clear()
-            self._last_eval = self._evaluating
+        await self._in_flight.drain()
+        if self.evals.in_flight:
+            await self.evals.wait()
             await self.save_checkpoint()
-
-    # synchronisation ------------------------------------------------------------------
-    def need_sync(self) -> bool:
-        """Whether this step is a boundary: every ``sync_interval`` steps after ``sync_offset``."""
-        cfg = self.cfg.synchronizer
-        past = self.step - cfg.sync_offset
-        return self._synchronizer is not None and past > 0 and past % cfg.sync_interval == 0
-
-    def _last_boundary(self) -> int:
-        cfg = self.cfg.synchronizer
-        past = self.step - cfg.sync_offset
-        if self._synchronizer is None or past < cfg.sync_interval:
-            return 0
-        return self.step - past % cfg.sync_interval
-
-    async def sync_weight(self, boundary: Optional[int] = None) -> int:
-        """Drain, then wait for the trainer and take its weights; the engines' version.
-
-        ``boundary`` is the step to wait for (default: the current one).
-        """
-        await self.finish_current_steps()
-        if self._synchronizer is None:
-            return self.model_version
-        started = time.monotonic()
-        self.model_version = await self._synchronizer.explorer_sync(boundary or self.step)
-        seconds = time.monotonic() - started
-        metrics = {**self._synchronizer.metrics, "time/sync_wait": seconds}
-        self._monitor.log(self.step, {**metrics, "explorer/model_version": self.model_version})
-        return self.model_version
 
     # evaluation -----------------------------------------------------------------------
     def need_eval(self) -> bool:
@@ -220,32 +251,42 @@ class Explorer:
         The results are logged at this step; they are waited for before the weights change,
         while the next batch of training tasks is rolled out beside them.
         """
-        assert self._reader is not None
-        self._evaluating = (self.step, self.model_version)
-        for name in self._reader.evals:
-            tasks = await asyncio.to_thread(self._reader.read_eval, name)
-            await self._coordinator.submit_batch(f"{self.step}/{name}", tasks, EVAL)
-            self._evals.append(asyncio.ensure_future(self._finish_eval(self.step, name)))
+        await self.evals.start(self.step, self.model_version)
 
-    async def _finish_eval(self, step: int, name: str) -> None:
-        started = time.monotonic()
-        version = float(self.model_version)
-        result = await self._coordinator.finalize_eval_batch(f"{step}/{name}")
-        metrics = dict(result["metrics"])
-        value = _headline(metrics, name)
-        if value is not None:
-            self._seen["eval"] = {**self._seen["eval"], name: value}
-        metrics[f"eval/{name}/model_version"] = version
-        metrics["time/eval"] = time.monotonic() - started
-        self._monitor.log(step, metrics)
+    async def benchmark(self) -> bool:
+        """Evaluate the job's checkpoints in order; see :class:`Benchmark`. True when whole."""
+        assert self._halt is not None
+        work = asyncio.ensure_future(self._benchmark())
+        halt = asyncio.ensure_future(self._halt.wait())
+        try:
+            await asyncio.wait({work, halt}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                return False
+            work.result()
+            return True
+        finally:
+            await cancel([work, halt, *self.evals.in_flight])
+            await self._coordinator.abort_all("the benchmark ends")
+
+    async def _benchmark(self) -> None:
+        benchmark = Benchmark(self.cfg, self.evals, self._engines)
+        async for step in benchmark.run():
+            self.step = self.model_version = step
+
+    async def serve(self) -> None:
+        """Not there yet: always raises ``NotImplementedError``."""
+        raise NotImplementedError(
+            "mode=serve is not there yet; use both, explore, train, bench or colocate"
+        )
 
     # the end --------------------------------------------------------------------------
     async def _end(self) -> None:
         """No more batches: let the trainer finish, take the final weights, evaluate them."""
-        await self._buffer.close_writes()
+        if self._end_writes is not None:
+            await self._end_writes()
         if self._synchronizer is not None:
-            await self.sync_weight()
-        due = self._last_eval != (self.step, self.model_version)
+            await self.sync_weight(final=True)
+        due = self.evals.last != (self.step, self.model_version)
         if self.cfg.explorer.eval_at_end and due:
             await self.eval()
         await self.finish_current_steps()
@@ -263,26 +304,23 @@ class Explorer:
         self._stopped = True
         await self.finish()
 
+    async def shutdown(self) -> None:
+        """Stop, and cancel everything that runs. Idempotent."""
+        await self.stop()
+        await self._coordinator.shutdown()
+
     async def _drop_in_flight(self) -> None:
         """Abort train batches nobody will train on; evals too when the run is stopped."""
-        pending = [*self._in_flight, *(self._evals if self._stopped else [])]
+        pending = [*self._in_flight.tasks, *(self.evals.in_flight if self._stopped else [])]
         if all(task.done() for task in pending):
             return
-        await self._cancel(pending)
+        await cancel(pending)
         self._in_flight.clear()
         if self._stopped:
-            self._evals.clear()
-        await self._coordinator.abort_all(
-            "the run ends", (TRAIN, EVAL) if self._stopped else (TRAIN,)
-        )
-        manifest = await self._buffer.last_manifest()
-        self.step = int(manifest.batch_id) if manifest is not None else 0
-
-    @staticmethod
-    async def _cancel(tasks: list[Any]) -> None:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+            self.evals.in_flight.clear()
+        kinds = (TRAIN, EVAL) if self._stopped else (TRAIN,)
+        await self._coordinator.abort_all("the run ends", kinds)
+        self.step = max(await self._committed(), default=0)
 
     async def save_checkpoint(self) -> None:
         """Write ``<explorer>_meta.json``. The manifests are the truth; this is for people."""
@@ -290,23 +328,22 @@ class Explorer:
         meta = {
             "latest_iteration": self.step,
             "taskset_states": [self._reader.train.state_dict()],
-            "last_eval": list(self._last_eval),
+            "last_eval": list(self.evals.last),
         }
         await asyncio.to_thread(write_json, Path(self._state_file), meta)
 
     # queries --------------------------------------------------------------------------
     async def is_alive(self) -> bool:
-        return True
+        return not self._stopped
 
     def status(self) -> dict[str, Any]:
         """``explorer_step``, ``reward`` (mean of the last batch), ``eval``, ``tokens_per_s``."""
-        return {"explorer_step": self.step, **self._seen}
+        scores = self._evals.scores if self._evals is not None else {}
+        return {"explorer_step": self.step, "eval": scores, **self._seen}
 
 
-def _headline(metrics: dict[str, float], name: str) -> Optional[float]:
-    """The one number of an evaluation: mean accuracy if there is one, else mean reward."""
-    for metric in ("accuracy", "reward"):
-        for key, value in metrics.items():
-            if key.startswith(f"eval/{name}/{metric}/mean@"):
-                return value
-    return None
+async def cancel(tasks: list[Any]) -> None:
+    """Cancel tasks and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -11,58 +11,35 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Collection, Coroutine, Sequence
-from dataclasses import asdict, dataclass, field
-from enum import Enum
+from dataclasses import asdict
 from typing import Any, Optional
 
-import pyarrow as pa
 from distributed import Client
 
-from trinity_dask.algorithm.table import resolve_algorithm
 from trinity_dask.buffer.experience_buffer import ExperienceBuffer
-from trinity_dask.buffer.pipeline import ExperiencePipeline
 from trinity_dask.config.schema import Config
-from trinity_dask.experience.payload import decode
-from trinity_dask.explorer.batch_stats import row_statistics
+from trinity_dask.explorer.batches import (
+    EVAL,
+    TRAIN,
+    Batch,
+    Feedback,
+    Meta,
+    Refill,
+    RolloutState,
+    eval_prefix,
+    no_meta,
+    refill_id,
+)
+from trinity_dask.explorer.live import lag_metrics, live_status
 from trinity_dask.explorer.metrics import batch_metrics, eval_batch_metrics
+from trinity_dask.explorer.processing import BatchFailed, Processed, Processing, count_groups
 from trinity_dask.explorer.scheduler import Scheduler
 from trinity_dask.explorer.tasks import BatchId, BatchResult, Counts
 from trinity_dask.workflows import Task
 
 log = logging.getLogger("trinity_dask.coordinator")
 
-TRAIN, EVAL = "train", "eval"
-TRUNCATED_ALARM = 0.5
 COMMIT_GRACE_S = 5.0
-
-
-class BatchFailed(RuntimeError):
-    """No run of a batch succeeded; the message quotes the first error."""
-
-
-class RolloutState(Enum):
-    """States of a batch, in order."""
-
-    PENDING = "pending"  # registered, no tasks
-    RUNNING = "running"
-    FINALIZING = "finalizing"
-    FINALIZED = "finalized"
-    ABORTED = "aborted"
-
-
-@dataclass
-class Batch:
-    """One batch between ``submit_batch`` and the end of its finalisation."""
-
-    batch_id: BatchId
-    batch_type: str
-    task_count: int
-    min_wait_num: Optional[int]
-    meta: dict[str, Any]
-    state: RolloutState = RolloutState.PENDING
-    collected: Optional[BatchResult] = None
-    result: Optional[dict[str, Any]] = None
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class RolloutCoordinator:
@@ -82,18 +59,19 @@ class RolloutCoordinator:
         self.run_id = run_id
         self._buffer = buffer
         self._client = client
-        self._pipeline: Optional[ExperiencePipeline] = None
+        self._processing: Optional[Processing] = None
         self._scheduler: Optional[Scheduler] = None
         self._batches: dict[BatchId, Batch] = {}
         self._counts = Counts()
         self._failures: Counter[str] = Counter()
+        self._verb = "bench" if cfg.mode == "bench" else "eval"
 
     # life -----------------------------------------------------------------------------
     async def prepare(self, slots: int) -> None:
-        """Build the pipeline, then start the scheduler with ``slots`` places. Idempotent."""
-        if self._pipeline is None:
-            advantage_fn = resolve_algorithm(asdict(self.cfg.algorithm)).advantage_fn
-            self._pipeline = ExperiencePipeline(self.cfg.buffer.operators, advantage_fn)
+        """Build the pipeline (``bench`` has none), then start the scheduler with ``slots``
+        places. Idempotent."""
+        if self._processing is None and self.cfg.mode != "bench":
+            self._processing = Processing(self.cfg)
         if self._scheduler is None:
             self._scheduler = Scheduler(self.cfg, slots, self._client)
             await self._scheduler.start()
@@ -115,6 +93,15 @@ class RolloutCoordinator:
             raise RuntimeError("RolloutCoordinator.prepare() was not called, or it is shut down")
         return self._scheduler
 
+    @property
+    def processing(self) -> Processing:
+        if self._processing is None:
+            raise RuntimeError(
+                f"there is no experience pipeline in mode {self.cfg.mode!r}, or "
+                "RolloutCoordinator.prepare() was not called"
+            )
+        return self._processing
+
     # batches --------------------------------------------------------------------------
     async def submit_batch(
         self,
@@ -122,9 +109,18 @@ class RolloutCoordinator:
         tasks: Sequence[Task],
         batch_type: str,
         min_wait_num: Optional[int] = None,
-        meta: Optional[dict[str, Any]] = None,
+        meta: Meta = no_meta,
+        refill: Optional[Refill] = None,
+        feedback: Optional[Feedback] = None,
     ) -> None:
-        """Start a batch. ``meta`` (JSON-able) is stored with a train batch at its commit.
+        """Start a batch; an empty list of tasks stays pending.
+
+        Args:
+            min_wait_num: tasks that suffice to finalise it (over-rollout); None: all.
+            meta: called when a train batch is committed; JSON-able, stored with it.
+            refill: reads further tasks when operators drop groups of a train batch, up to
+                ``buffer.max_refill_batches`` times; an empty list ends that.
+            feedback: called with the pipeline's ``selector_metric`` before the commit.
 
         Raises:
             ValueError: a batch of this id is active, or the type is not train or eval.
@@ -133,7 +129,7 @@ class RolloutCoordinator:
             raise ValueError(f"batch type {batch_type!r} is unknown; it is {TRAIN!r} or {EVAL!r}")
         if batch_id in self._batches:
             raise ValueError(f"batch {batch_id!r} is active already; finalize or abort it first")
-        batch = Batch(batch_id, batch_type, len(tasks), min_wait_num, dict(meta or {}))
+        batch = Batch(batch_id, batch_type, len(tasks), min_wait_num, meta, refill, feedback)
         if tasks:
             self.scheduler.schedule(tasks, batch_id)
             batch.state = RolloutState.RUNNING
@@ -145,10 +141,13 @@ class RolloutCoordinator:
         """Wait for the batch, process it, commit it; a second caller gets the same result.
 
         Returns ``batch_id``, ``batch_type``, ``finished_task_count``, ``metrics`` and
-        ``accounts``. The batch's own deadline always applies; ``timeout`` may shorten it.
+        ``accounts``. The batch's own deadline always applies: what is unfinished then is
+        cancelled and counted.
 
         Raises:
             KeyError: unknown batch. ValueError: it is an eval batch.
+            TimeoutError: not enough tasks were finished within ``timeout`` seconds. The
+                batch goes on, what was collected is kept, and it can be finalised again.
             BatchFailed: no run succeeded; nothing is committed.
         """
         return await self._finalize(batch_id, TRAIN, timeout)
@@ -176,103 +175,156 @@ class RolloutCoordinator:
         return batch
 
     async def _finish(self, batch: Batch, timeout: Optional[float]) -> dict[str, Any]:
-        if batch.collected is None:
-            batch.collected = await self._collect(batch, timeout)
+        if batch.state is not RolloutState.FINALIZING:
+            await self._collect(batch, timeout)
+        # what was collected stays for another try when the pipeline or the commit fails
         batch.state = RolloutState.FINALIZING
-        try:
-            finish = self._finish_train if batch.batch_type == TRAIN else self._finish_eval
-            result = await finish(batch, batch.collected)
-        except BaseException:
-            batch.state = RolloutState.RUNNING  # what was collected stays for another try
-            raise
+        assert batch.collected is not None
+        finish = self._finish_train if batch.batch_type == TRAIN else self._finish_eval
+        result = await finish(batch)
         batch.state = RolloutState.FINALIZED
         batch.collected = None
         return result
 
-    async def _collect(self, batch: Batch, timeout: Optional[float]) -> BatchResult:
-        result = await self.scheduler.get_results(
-            batch.batch_id, min_num=batch.min_wait_num, timeout=timeout
+    async def _collect(self, batch: Batch, timeout: Optional[float]) -> None:
+        """Wait for the batch's results and keep them in it."""
+        is_eval = batch.batch_type == EVAL
+        over = self.cfg.explorer.over_rollout
+        part = await self.scheduler.get_results(
+            batch.batch_id,
+            min_num=batch.min_wait_num,
+            timeout=timeout,
+            clear_timeout_tasks=is_eval,
+            wait_after_min_s=0.0 if is_eval else over.wait_after_min_s,
         )
-        self._counts += result.counts
+        batch.collect(part)
+        if not part.complete and not is_eval:
+            await self._leave_rest(batch, timeout)
+        assert batch.collected is not None
+        self._count(batch.collected)
+
+    async def _leave_rest(self, batch: Batch, timeout: Optional[float]) -> None:
+        """Cancel what over-rollout does not wait for; runs that are finished are kept."""
+        assert batch.collected is not None
+        finished = len(batch.collected.statuses)
+        if batch.min_wait_num is None or finished < batch.min_wait_num:
+            raise TimeoutError(
+                f"batch {batch.batch_id!r}: {finished} of {batch.wanted_tasks} tasks finished "
+                f"within {timeout:g} s; it goes on and can be finalised again"
+            )
+        batch.collect(await self.scheduler.get_results(batch.batch_id, timeout=0.0))
+
+    def _count(self, result: BatchResult) -> None:
+        counts = result.counts
+        self._counts += counts
         self._failures.update(result.failures)
-        if result.counts.failed or result.counts.cancelled:
+        if counts.failed or counts.cancelled:
             log.warning(
                 "batch %s: %d of %d runs failed %s, %d were cancelled; first error: %s",
-                batch.batch_id,
-                result.counts.failed,
-                result.counts.scheduled,
+                result.batch_id,
+                counts.failed,
+                counts.scheduled,
                 result.failures,
-                result.counts.cancelled,
+                counts.cancelled,
                 result.first_error,
             )
-        return result
 
     # train ----------------------------------------------------------------------------
-    async def _finish_train(self, batch: Batch, collected: BatchResult) -> dict[str, Any]:
-        counts = collected.counts
+    async def _finish_train(self, batch: Batch) -> dict[str, Any]:
+        assert batch.collected is not None
+        counts = batch.collected.counts
         if counts.scheduled and not counts.succeeded:
             raise BatchFailed(
                 f"no run of batch {batch.batch_id!r} succeeded ({counts.failed} failed, "
-                f"{counts.cancelled} cancelled); first error: {_quote(collected)}"
+                f"{counts.cancelled} cancelled); first error: {_quote(batch.collected)}"
             )
-        table, metrics, filtered = await asyncio.to_thread(self._process, collected.payloads)
+        table, metrics, filtered = await self._filled(batch)
+        collected = batch.collected
+        selector_metric = metrics.pop("selector_metric", None)
+        if selector_metric and batch.feedback is not None:
+            batch.feedback(selector_metric)
         rows = {"produced": table.num_rows + filtered, "committed": table.num_rows}
-        accounts = {**asdict(counts), **rows, "filtered": filtered}
+        accounts = {**asdict(collected.counts), **rows, "filtered": filtered}
         metrics |= _run_metrics(collected, "rollout")
         metrics |= batch_metrics([s.metrics[0] for s in collected.statuses], "rollout")
+        metrics |= lag_metrics(self._scheduler)
         if self._buffer is not None:
-            meta = {**batch.meta, "accounts": accounts, "metrics": metrics}
+            meta = {**batch.meta(), "accounts": accounts, "metrics": metrics}
             await _whole(self._buffer.commit(batch.batch_id, table, meta))
         return {**_summary(batch, collected), "metrics": metrics, "accounts": accounts}
 
-    def _process(self, payloads: Sequence[bytes]) -> tuple[pa.Table, dict[str, float], int]:
-        """Rows to commit, metrics, rows filtered out. Runs in a thread."""
-        assert self._pipeline is not None
-        tables = [decode(payload)[0] for payload in payloads]
-        statistics = row_statistics(pa.concat_tables(tables)) if tables else {}
-        table, metrics, filtered = self._pipeline.process(tables)
-        produced = sum(t.num_rows for t in tables)
-        if produced != table.num_rows + filtered:
-            raise RuntimeError(
-                f"the pipeline got {produced} rows and returned {table.num_rows}, but says it "
-                f"filtered {filtered}"
-            )
-        _warn_truncated(statistics)
-        self._require_prompts(statistics)
-        return table, {**metrics, **statistics}, filtered
+    async def _filled(self, batch: Batch) -> Processed:
+        """The processed batch, refilled while operators left fewer groups than wanted.
 
-    def _require_prompts(self, statistics: dict[str, float]) -> None:
-        """A batch in which no prompt fitted has nothing to learn from, and neither has the next."""
-        if statistics.get("rollout/prompt_truncated_share") == 1.0:
-            raise BatchFailed(
-                "every prompt of the batch is longer than model.max_prompt_tokens = "
-                f"{self.cfg.model.max_prompt_tokens}, so nothing was sampled; raise it (and "
-                "model.max_model_len), or shorten the prompts or the workflow's system prompt"
-            )
+        A refill is rolled out beside the schedule: it makes the batch whole and is no step.
+        """
+        while True:
+            assert batch.collected is not None
+            done = await asyncio.to_thread(self.processing.process, batch.collected.payloads)
+            limit = self.cfg.buffer.max_refill_batches
+            if limit:
+                done[1]["rollout/refill_batches"] = float(batch.refills)
+            missing = batch.wanted_tasks - count_groups(done[0])
+            if batch.refill is None or batch.refills >= limit or missing <= 0:
+                return done
+            tasks = await batch.refill()
+            if not tasks:
+                return done
+            await self._roll_out_more(batch, tasks, missing)
+
+    async def _roll_out_more(self, batch: Batch, tasks: Sequence[Task], missing: int) -> None:
+        batch.refills += 1
+        more = refill_id(batch.batch_id, batch.refills)
+        log.info("batch %s lacks %d groups; refill %s", batch.batch_id, missing, more)
+        self.scheduler.schedule(tasks, more)
+        try:
+            result = await self.scheduler.get_results(more)
+        except BaseException:
+            await self.scheduler.abort_batch(more)
+            raise
+        self._count(result)
+        batch.add(result)
 
     async def process_experiences(self, payloads: Sequence[bytes]) -> dict[str, float]:
-        """Put payloads through the pipeline without a batch; its metrics."""
+        """Put payloads through the pipeline without a batch; its metrics.
+
+        Raises:
+            RuntimeError: there is no pipeline (mode bench, or not prepared).
+        """
         if not payloads:
             return {}
-        return (await asyncio.to_thread(self._process, payloads))[1]
+        return (await asyncio.to_thread(self.processing.process, payloads))[1]
 
     # eval -----------------------------------------------------------------------------
-    async def _finish_eval(self, batch: Batch, collected: BatchResult) -> dict[str, Any]:
-        prefix = eval_prefix(batch.batch_id)
+    async def _finish_eval(self, batch: Batch) -> dict[str, Any]:
+        collected = batch.collected
+        assert collected is not None
+        prefix = eval_prefix(batch.batch_id, self._verb)
         done = [s.metrics[0] for s in collected.statuses if s.completed_runs]
-        metrics = eval_batch_metrics(done, prefix)
+        metrics = eval_batch_metrics(done, prefix, self.cfg.monitor.detailed_stats)
         metrics[f"{prefix}/finished_task_count"] = float(len(done))
         metrics[f"{prefix}/failed_runs"] = float(collected.counts.failed)
-        return {**_summary(batch, collected), "metrics": metrics}
+        error = None if done else collected.first_error
+        return {**_summary(batch, collected), "metrics": metrics, "error": error}
 
-    async def abort_batch(self, batch_id: BatchId, reason: str) -> None:
-        """Cancel a batch and forget it; nothing happens when it is unknown or finalised."""
+    async def abort_batch(
+        self, batch_id: BatchId, reason: str, keep_partial_results: bool = False
+    ) -> Optional[BatchResult]:
+        """Cancel a batch and forget it; nothing happens when it is unknown or finalised.
+
+        With ``keep_partial_results`` what was finished is returned instead of dropped.
+        """
         batch = self._batches.pop(batch_id, None)
         if batch is None:
-            return
+            return None
+        kept = None
+        if keep_partial_results:
+            batch.collect(await self.scheduler.get_results(batch_id, timeout=0.0))
+            kept = batch.collected
         counts = await self.scheduler.abort_batch(batch_id)
         batch.state = RolloutState.ABORTED
-        log.info("batch %s aborted (%s): %s", batch_id, reason, counts)
+        log.info("batch %s aborted (%s): %s", batch_id, reason, kept.counts if kept else counts)
+        return kept
 
     async def abort_all(self, reason: str, batch_types: Collection[str] = (TRAIN, EVAL)) -> None:
         """Abort every batch of these types that is not finalised."""
@@ -281,9 +333,11 @@ class RolloutCoordinator:
 
     # queries --------------------------------------------------------------------------
     def status(self) -> dict[str, Any]:
-        """``in_flight`` sub-tasks and ``failures`` (failed runs by error type) so far."""
+        """``in_flight`` sub-tasks, ``failures`` (failed runs by error type) so far, and of
+        :func:`live_status` what each runner does."""
         in_flight = self._scheduler.in_flight if self._scheduler is not None else 0
-        return {"in_flight": in_flight, "failures": dict(self._failures)}
+        counted = {"in_flight": in_flight, "failures": dict(self._failures)}
+        return {**counted, **live_status(self._scheduler)}
 
     async def stats(self) -> dict[str, Any]:
         """:meth:`status`, plus ``pending`` sub-tasks and the run counts of finished batches."""
@@ -304,11 +358,6 @@ async def _whole(commit: Coroutine[Any, Any, Any]) -> None:
         await asyncio.wait({task}, timeout=COMMIT_GRACE_S)
         task.cancel()
         raise
-
-
-def eval_prefix(batch_id: BatchId) -> str:
-    """``eval/<name>`` of an eval batch called ``"<step>/<name>"``."""
-    return f"eval/{str(batch_id).partition('/')[2] or batch_id}"
 
 
 def _summary(batch: Batch, collected: BatchResult) -> dict[str, Any]:
@@ -334,13 +383,3 @@ def _quote(collected: BatchResult) -> str:
     if error is None:
         return "none; every run was cancelled at the batch's deadline"
     return f"{error}\n{error.traceback}".rstrip()
-
-
-def _warn_truncated(statistics: dict[str, float]) -> None:
-    share = statistics.get("rollout/truncated_share", 0.0)
-    if share > TRUNCATED_ALARM:
-        log.warning(
-            "%.0f %% of the responses were cut at their maximal length; rewards of cut answers "
-            "say little. Raise model.max_response_tokens",
-            100 * share,
-        )

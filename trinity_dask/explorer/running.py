@@ -1,17 +1,20 @@
 """Awaiting user code so that it ends when it should, and its end means what it should.
 
 Invariant: a workflow that cancels itself is a failed workflow, not a cancelled caller; a
-caller that is cancelled takes the workflow with it.
+caller that is cancelled takes the workflow with it; one that blocks the event loop is
+interrupted at its deadline.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import traceback
-from collections.abc import Awaitable
+from collections.abc import Coroutine
 from typing import Any, Optional
 
+from trinity_dask.cluster.loop_watch import Interrupted, user_task
 from trinity_dask.explorer.status import RunError
 
 log = logging.getLogger("trinity_dask.explorer")
@@ -24,14 +27,20 @@ class RunCancelled(RuntimeError):
     """User code raised ``CancelledError`` although nobody had cancelled it."""
 
 
-async def bounded(work: Awaitable[Any], timeout_s: Optional[float], what: str) -> Any:
+class LoopBlocked(TimeoutError):
+    """Asynchronous user code that held the event loop until it was interrupted."""
+
+
+async def bounded(work: Coroutine[Any, Any, Any], timeout_s: Optional[float], what: str) -> Any:
     """The result of ``work``, or what it raised.
 
     Raises:
         TimeoutError: not done after ``timeout_s``; ``work`` was cancelled.
+        LoopBlocked: the same, and it had to be interrupted, because it did not await.
         RunCancelled: ``work`` cancelled itself.
     """
-    child = asyncio.ensure_future(work)
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    child = user_task(work, deadline, what)
     try:
         done, _ = await asyncio.wait({child}, timeout=timeout_s)
     except asyncio.CancelledError:
@@ -47,7 +56,14 @@ def outcome_of(child: asyncio.Future[Any], what: str) -> Any:
     """Result of a finished future, with a cancellation of its own as an error."""
     if child.cancelled():
         raise RunCancelled(f"{what} was cancelled from within")
-    return child.result()
+    try:
+        return child.result()
+    except Interrupted:
+        raise LoopBlocked(
+            f"{what} held the event loop without an await and was interrupted at its deadline; "
+            "blocking code belongs into a thread (asyncio.to_thread) or into a workflow that is "
+            "not async"
+        ) from None
 
 
 async def stop(children: list[asyncio.Future[Any]]) -> None:

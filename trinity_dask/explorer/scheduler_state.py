@@ -1,8 +1,8 @@
 """The scheduler's decisions: events in, instructions out; no I/O, no clock, no Dask.
 
 Invariant: every run of every scheduled task ends in exactly one of succeeded, failed and
-cancelled; at most ``slots`` attempts execute at any time; an event about an attempt that is
-not out any more (it was cancelled, lost or given up) changes nothing.
+cancelled; a place never executes more sub-tasks than it has lanes; an event about an attempt
+that is not out any more (it was cancelled, lost or given up) changes nothing.
 
 Two deadlines, kept apart: that of an attempt costs the attempt, and a retry still has its
 own full time; that of a batch cancels what is left of the batch.
@@ -11,177 +11,226 @@ own full time; that of a batch cancels what is left of the batch.
 from __future__ import annotations
 
 import itertools
-from bisect import insort
-from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Optional
 
-from trinity_dask.explorer.metrics import task_metrics
-from trinity_dask.explorer.status import Outcome, RunError, Status
+from trinity_dask.explorer.deadlines import Deadlines
+from trinity_dask.explorer.pending import Pending
+from trinity_dask.explorer.places import GROUPS, ROLLOUT, RUNNER, Places, no_place
+from trinity_dask.explorer.schedule_policy import (
+    REPLACE,
+    Cancel,
+    Emit,
+    Instruction,
+    Pace,
+    Recall,
+    Restart,
+    SchedulePolicy,
+    Submit,
+)
+from trinity_dask.explorer.settle import settle
+from trinity_dask.explorer.status import Outcome, RunError
 from trinity_dask.explorer.tasks import (
     BatchId,
     BatchResult,
     BatchState,
-    CompletedTaskResult,
     Counts,
     RunningTaskState,
     SubTask,
     TaskWrapper,
-    sort_batch_id,
 )
 
 WORKER_LOST = "WorkerLost"
 ATTEMPT_TIMEOUT = "AttemptTimeout"
-
-
-@dataclass(frozen=True)
-class SchedulePolicy:
-    """The rules. Times in seconds.
-
-    ``attempt_timeout_s`` is enforced where the attempt runs; ``attempt_slack_s`` later the
-    scheduler gives up an attempt that did not even report that.
-    """
-
-    max_attempts: int = 3
-    attempt_timeout_s: float = 1800.0
-    attempt_slack_s: float = 30.0
-    batch_timeout_s: float = 5460.0
-    max_repeat_times_per_runner: Optional[int] = None
-    keep_partial: bool = True
-
-
-@dataclass(frozen=True)
-class Submit:
-    """Execute a sub-task; report with the attempt's number."""
-
-    attempt_id: int
-    sub_task: SubTask
-
-
-@dataclass(frozen=True)
-class Cancel:
-    """Stop an attempt; its report, should it still come, is ignored."""
-
-    attempt_id: int
-
-
-@dataclass(frozen=True)
-class Progress:
-    """A task of the batch was finished; ``complete`` when it was the last one."""
-
-    batch_id: BatchId
-    complete: bool
-
-
-Instruction = Submit | Cancel | Progress
+RECALLED = "Recalled"  # the error of a run that was not finished when its batch was cut off
 
 
 class SchedulerState:
-    """Batches, their sub-tasks, and the attempts that are out.
+    """Batches, their sub-tasks, the places, and the attempts that are out.
 
     Every event method takes ``now`` (seconds of any steady clock) and returns the
-    instructions that follow from the event, in the order to carry them out.
+    instructions that follow from the event, in the order to carry them out. ``limit`` bounds
+    the sub-tasks in execution over all places (None: the places alone do).
     """
 
-    def __init__(self, policy: SchedulePolicy, slots: int) -> None:
+    def __init__(self, policy: SchedulePolicy, limit: Optional[int] = None) -> None:
         self.policy = policy
-        self.slots = slots
+        self.limit = limit
+        self.pace = Pace(policy)
+        self.places = Places()
         self.batches: dict[BatchId, BatchState] = {}
         self.running: dict[int, RunningTaskState] = {}
-        self._ended: set[int] = set()  # of those running: only their payload is outstanding
-        self._pending: dict[BatchId, deque[SubTask]] = {}
-        self._order: list[tuple[tuple[float, int], int, BatchId]] = []
+        self.pending = Pending()
+        self._deadlines = Deadlines()
+        self._look_again: Optional[float] = None
         self._attempt_ids = itertools.count(1)
-        self._arrivals = itertools.count()
 
-    # events ---------------------------------------------------------------------------
-    def schedule(self, batch_id: BatchId, tasks: Sequence[Any], now: float) -> list[Instruction]:
-        """Tasks join a batch (made when new). A task has ``repeat_times`` and ``is_eval``."""
+    # events: batches ------------------------------------------------------------------
+    def schedule(
+        self,
+        batch_id: BatchId,
+        tasks: Sequence[Any],
+        now: float,
+        group_of: Callable[[Any], str] = lambda task: ROLLOUT,
+    ) -> list[Instruction]:
+        """Tasks join a batch (made when new). A task has ``repeat_times`` and ``is_eval``.
+
+        ``group_of`` says where a task may run; a task of group ``""`` waits for
+        :meth:`route`.
+        """
         if not tasks:
             return []
-        batch = self.batches.get(batch_id) or self._new_batch(batch_id, tasks[0].is_eval, now)
+        batch = self.batches.get(batch_id) or self._new_batch(batch_id, tasks[0].is_eval)
         for task in tasks:
             wrapper = TaskWrapper(
                 task, batch_id, len(batch.tasks), task.repeat_times, batch.is_eval
             )
             batch.tasks.append(wrapper)
-            self._pending[batch_id].extend(wrapper.split(self.policy.max_repeat_times_per_runner))
+            sub_tasks = wrapper.split(self.policy.max_repeat_times_per_runner)
+            self.pending.extend(batch_id, sub_tasks, group_of(task))
         batch.unfinished_tasks += len(tasks)
         batch.counts += Counts(scheduled=sum(task.repeat_times for task in tasks))
         return self._fill(now)
 
+    def route(self, workflow: str, group: str, now: float) -> list[Instruction]:
+        """It has become known where the sub-tasks of a workflow may run."""
+        self.pending.route(workflow, group)
+        return self._fill(now)
+
+    def cancel_unfinished(
+        self,
+        batch_id: BatchId,
+        now: float,
+        partial: Optional[bool] = None,
+        restart: bool = False,
+        recall: bool = False,
+    ) -> list[Instruction]:
+        """Give up what is not finished.
+
+        Finished runs of cut tasks are kept as results unless ``partial`` is False (None: as
+        the policy says). With ``restart``, runner workers that execute one of them are
+        killed, since a blocking workflow does not notice that it was cancelled. With
+        ``recall``, attempts at several runs are not cancelled but asked for what they have
+        finished; a later call cancels those that did not answer.
+        """
+        batch = self.batches.get(batch_id)
+        if batch is None or batch.complete:
+            return []
+        if partial is None:
+            partial = self.policy.return_partial_tasks
+        batch.cut = True
+        self.pending.clear(batch_id)
+        recall = recall and partial and self.policy.keep_partial
+        instructions = self._cancel_running(batch_id, restart, recall)
+        awaited = {id(attempt.sub_task) for attempt in self.running.values()}
+        for wrapper in batch.tasks:
+            if not wrapper.emitted:
+                for sub_task in wrapper.sub_tasks:
+                    sub_task.cancelled |= sub_task.outcome is None and id(sub_task) not in awaited
+                instructions += self._settle(wrapper, partial)
+        return [*instructions, *self._fill(now)]
+
+    def discard(
+        self, batch_id: BatchId, now: float, restart: bool = False
+    ) -> tuple[Counts, list[Instruction]]:
+        """Cancel and forget a batch; returns its final counts."""
+        instructions = self.cancel_unfinished(batch_id, now, restart=restart)
+        batch = self.batches.get(batch_id)
+        counts = batch.counts if batch else Counts()
+        self._forget(batch_id)
+        return counts, instructions
+
+    # events: attempts -----------------------------------------------------------------
+    def started(self, attempt_ids: Iterable[int], now: float) -> list[Instruction]:
+        """Attempts were handed to their workers: their time runs from now on."""
+        for attempt_id in attempt_ids:
+            attempt = self.running.get(attempt_id)
+            if attempt is not None and not attempt.ended:
+                attempt.started = now
+                self._set_deadline(attempt_id, attempt)
+        return []
+
     def ended(self, attempt_ids: Iterable[int], now: float) -> list[Instruction]:
-        """Attempts have left their workers; their slots are free while payloads are fetched."""
-        self._ended |= self.running.keys() & set(attempt_ids)
+        """Attempts have left their workers; their lanes are free while payloads are fetched."""
+        for attempt_id in attempt_ids:
+            attempt = self.running.get(attempt_id)
+            if attempt is not None and not attempt.ended:
+                attempt.ended = True
+                self._deadlines.set(attempt_id, now + self.policy.fetch_timeout_s)
+                self.places[attempt.place].give_back(attempt.runner_id)
         return self._fill(now)
 
     def finished(
         self, attempt_id: int, outcome: Outcome, payload: Optional[bytes], now: float
     ) -> list[Instruction]:
         """An attempt reported; its payload is kept if the outcome is final."""
-        attempt = self._out(attempt_id)
-        if attempt is None:
-            return []
-        sub_task = attempt.sub_task
-        if self._try_again(sub_task, outcome):
-            self._pending[sub_task.task.batch_id].appendleft(sub_task)
-            self.batches[sub_task.task.batch_id].retries += 1
-            return self._fill(now)
-        sub_task.outcome = outcome
-        sub_task.payload = payload if outcome.status.completed_runs else None
-        return [*self._fill(now), *self._settle(sub_task.task)]
-
-    def lost(self, attempt_id: int, error: RunError, now: float) -> list[Instruction]:
-        """The worker of an attempt died or the attempt vanished: costs one attempt."""
         attempt = self.running.get(attempt_id)
         if attempt is None:
             return []
-        lost = Outcome.lost(attempt.sub_task.repeat_times, error)
-        return self.finished(attempt_id, lost, None, now)
+        if outcome.status.ok:
+            self.places[attempt.place].observe(outcome.seconds)
+        self._out(attempt_id)
+        instructions = self._conclude(attempt.sub_task, outcome, payload)
+        place = self.places[attempt.place]
+        if outcome.restart_runner and place.group == RUNNER and place.up:
+            instructions += self._restart(attempt.place)
+        return [*self._fill(now), *instructions]
 
+    def failed(self, attempt_id: int, error: RunError, now: float) -> list[Instruction]:
+        """An attempt vanished or could not run: costs one attempt."""
+        attempt = self._out(attempt_id)
+        if attempt is None:
+            return []
+        lost = Outcome.lost(attempt.sub_task.repeat_times, error)
+        instructions = self._conclude(attempt.sub_task, lost, None)
+        return [*self._fill(now), *instructions]
+
+    # events: places -------------------------------------------------------------------
+    def place_up(
+        self, name: str, capacity: int, now: float, group: str = ROLLOUT
+    ) -> list[Instruction]:
+        """A worker takes ``capacity`` sub-tasks at a time from now on."""
+        instructions = self.place_lost(name, now)
+        self.places.up(name, capacity, group)
+        return [*instructions, *self._fill(now)]
+
+    def place_lost(self, name: str, now: float, forever: bool = False) -> list[Instruction]:
+        """A worker died: costs each sub-task on it one attempt."""
+        self.places.down(name)
+        instructions: list[Instruction] = []
+        for attempt_id in reversed(self._at(name)):  # so that they queue up in their order
+            instructions.append(Cancel(attempt_id))
+            error = RunError(WORKER_LOST, f"the worker of {name} died")
+            attempt = self._out(attempt_id)
+            assert attempt is not None
+            lost = Outcome.lost(attempt.sub_task.repeat_times, error)
+            instructions += self._conclude(attempt.sub_task, lost, None)
+        if forever:
+            self.places.forget(name)
+        return [*instructions, *self._fill(now)]
+
+    def set_limit(self, limit: Optional[int], now: float) -> list[Instruction]:
+        """Attempts already out are not touched."""
+        self.limit = limit
+        return self._fill(now)
+
+    # events: time ---------------------------------------------------------------------
     def tick(self, now: float) -> list[Instruction]:
         """Time has passed: attempts and batches whose deadlines are over are given up."""
         instructions: list[Instruction] = []
-        for batch in [b for b in self.batches.values() if not b.complete and b.deadline <= now]:
-            instructions += self.cancel_unfinished(batch.batch_id, now)
-        for attempt_id, attempt in list(self.running.items()):
-            if attempt.deadline <= now:
-                limit = self.policy.attempt_timeout_s
-                error = RunError(ATTEMPT_TIMEOUT, f"no report {limit:g} s after its start")
-                instructions += [Cancel(attempt_id), *self.lost(attempt_id, error, now)]
-        return instructions
-
-    def set_slots(self, slots: int, now: float) -> list[Instruction]:
-        """Workers came or went. Attempts already out are not touched."""
-        self.slots = slots
-        return self._fill(now)
-
-    def cancel_unfinished(self, batch_id: BatchId, now: float) -> list[Instruction]:
-        """Give up what is not finished; finished runs of cut tasks are kept as results."""
-        batch = self.batches.get(batch_id)
-        if batch is None or batch.complete:
-            return []
-        self._drop_pending(batch_id)
-        instructions: list[Instruction] = []
-        for attempt_id, attempt in list(self.running.items()):
-            if attempt.sub_task.task.batch_id == batch_id:
-                self._out(attempt_id)
-                instructions.append(Cancel(attempt_id))
-        for wrapper in batch.tasks:
-            if not wrapper.emitted:
-                for sub_task in wrapper.sub_tasks:
-                    sub_task.cancelled = sub_task.outcome is None
-                instructions += self._settle(wrapper)
+        for batch in list(self.batches.values()):
+            if batch.deadline is not None and batch.deadline <= now and not batch.complete:
+                instructions += self._cut(batch, now)
+        for attempt_id in self._deadlines.over(now):
+            if attempt_id in self.running:  # not given up with a worker that was restarted
+                instructions += self._give_up(attempt_id, now)
         return [*instructions, *self._fill(now)]
 
-    def discard(self, batch_id: BatchId, now: float) -> tuple[Counts, list[Instruction]]:
-        """Cancel and forget a batch; returns its final counts."""
-        instructions = self.cancel_unfinished(batch_id, now)
-        batch = self.batches.get(batch_id)
-        counts = batch.counts if batch else Counts()
-        self._forget(batch_id)
-        return counts, instructions
+    def next_deadline(self) -> Optional[float]:
+        """When :meth:`tick` is due next, or None."""
+        dues = [b.deadline for b in self.batches.values() if not b.complete and b.deadline]
+        dues += [due for due in (self._deadlines.first(), self._look_again) if due is not None]
+        return min(dues, default=None)
 
     # queries --------------------------------------------------------------------------
     def drain(self, batch_id: BatchId) -> BatchResult:
@@ -189,136 +238,163 @@ class SchedulerState:
         batch = self.batches.get(batch_id)
         if batch is None:
             return BatchResult(batch_id, [], [], Counts(), {})
-        results, batch.results = batch.results, []
         if batch.complete:
+            self.pace.completed_steps += not batch.is_eval and not batch.counts.cancelled
             self._forget(batch_id)
-        return BatchResult(
-            batch_id,
-            [result.status for result in results],
-            [payload for result in results for payload in result.payloads],
-            batch.counts,
-            dict(batch.failures),
-            batch.first_error,
-            batch.retries,
-            batch.complete,
-        )
-
-    def next_deadline(self) -> Optional[float]:
-        """When :meth:`tick` is due next, or None."""
-        deadlines = [attempt.deadline for attempt in self.running.values()]
-        deadlines += [batch.deadline for batch in self.batches.values() if not batch.complete]
-        return min(deadlines, default=None)
+        return batch.take_results()
 
     @property
     def busy(self) -> int:
-        """Slots in use."""
-        return len(self.running) - len(self._ended)
-
-    @property
-    def pending_count(self) -> int:
-        return sum(len(queue) for queue in self._pending.values())
+        """Lanes in use."""
+        return self.places.busy
 
     # ----------------------------------------------------------------------------------
-    def _new_batch(self, batch_id: BatchId, is_eval: bool, now: float) -> BatchState:
-        batch = BatchState(batch_id, now + self.policy.batch_timeout_s, is_eval)
-        self.batches[batch_id] = batch
-        self._pending[batch_id] = deque()
-        insort(self._order, (sort_batch_id(batch_id), next(self._arrivals), batch_id))
+    def _new_batch(self, batch_id: BatchId, is_eval: bool) -> BatchState:
+        batch = self.batches[batch_id] = BatchState(batch_id, is_eval)
+        self.pending.add_batch(batch_id)
         return batch
 
     def _fill(self, now: float) -> list[Instruction]:
-        """Start sub-tasks while slots are free: batches in order, first come in a batch."""
+        """Start sub-tasks while lanes are free."""
         instructions: list[Instruction] = []
-        free = self.slots - self.busy
-        for _, _, batch_id in self._order:
-            queue = self._pending[batch_id]
-            while queue and free > 0:
-                instructions.append(self._start(queue.popleft(), now))
-                free -= 1
+        room = self.places.room(self.limit)
+        self._look_again = None
+        for group in GROUPS:
+            while room > 0 and (waiting := self.pending.count(group)):
+                place = self.places.choose(group, waiting, now)
+                if place is None:
+                    self._look_again = self.places.look_again(group, now)
+                    break
+                sub_task = self.pending.pop(group)
+                assert sub_task is not None
+                instructions.append(self._start(sub_task, place.name, now))
+                room -= 1
+        self._start_clock(now)
         return instructions
+
+    def _start_clock(self, now: float) -> None:
+        """The time of the first batch in order runs, whether anything of it runs or not."""
+        for batch_id in self.pending.batches():
+            batch = self.batches[batch_id]
+            if not batch.complete:
+                if batch.deadline is None:
+                    batch.deadline = now + self.policy.batch_timeout_s
+                return
+
+    def _start(self, sub_task: SubTask, place: str, now: float) -> Submit:
+        attempt_id = next(self._attempt_ids)
+        sub_task.attempts += 1
+        batch = self.batches[sub_task.task.batch_id]
+        if batch.deadline is None:
+            batch.deadline = now + self.policy.batch_timeout_s
+        limit = self.pace.limit_s(batch.is_eval)
+        lane = self.places[place].take(now)
+        attempt = RunningTaskState(sub_task, place, lane, now, 0.0, limit)
+        self.running[attempt_id] = attempt
+        self._set_deadline(attempt_id, attempt)
+        return Submit(attempt_id, sub_task, place, lane, limit)
+
+    def _set_deadline(self, attempt_id: int, attempt: RunningTaskState) -> None:
+        attempt.deadline = attempt.started + attempt.timeout_s + self.policy.attempt_slack_s
+        self._deadlines.set(attempt_id, attempt.deadline)
 
     def _out(self, attempt_id: int) -> Optional[RunningTaskState]:
         """Take an attempt off the books; None when it is not on them."""
-        self._ended.discard(attempt_id)
-        return self.running.pop(attempt_id, None)
+        attempt = self.running.pop(attempt_id, None)
+        self._deadlines.drop(attempt_id)
+        if attempt is not None and not attempt.ended:  # an ended one's lane may be another's now
+            self.places[attempt.place].give_back(attempt.runner_id)
+        return attempt
 
-    def _start(self, sub_task: SubTask, now: float) -> Submit:
-        attempt_id = next(self._attempt_ids)
-        sub_task.attempts += 1
-        limit = self.policy.attempt_timeout_s + self.policy.attempt_slack_s
-        self.running[attempt_id] = RunningTaskState(sub_task, now, now + limit)
-        return Submit(attempt_id, sub_task)
+    def _at(self, place: str) -> list[int]:
+        return [a for a, attempt in self.running.items() if attempt.place == place]
 
-    def _try_again(self, sub_task: SubTask, outcome: Outcome) -> bool:
-        status = outcome.status
-        good_enough = status.ok or (self.policy.keep_partial and status.completed_runs > 0)
-        left = sub_task.attempts < self.policy.max_attempts
-        return left and outcome.retryable and not good_enough
+    def _conclude(
+        self, sub_task: SubTask, outcome: Outcome, payload: Optional[bytes]
+    ) -> list[Instruction]:
+        """Another attempt, or the end of the sub-task."""
+        batch = self.batches[sub_task.task.batch_id]
+        if batch.cut:
+            outcome = sub_task.task.cut_missing(sub_task, outcome, RECALLED)
+        elif self.policy.tries_again(sub_task, outcome):
+            batch.retries += 1
+            if outcome.status.completed_runs and self.policy.partial_group == REPLACE:
+                sub_task.payload = payload
+                sub_task = sub_task.task.replace_missing(sub_task, outcome)
+            self.pending.push_front(sub_task)
+            return []
+        if not batch.is_eval and outcome.seconds > 0:
+            self.pace.sub_task_done(outcome.seconds)
+        sub_task.outcome = outcome
+        sub_task.payload = payload if outcome.status.completed_runs else None
+        return self._settle(sub_task.task, True)
 
-    def _settle(self, wrapper: TaskWrapper) -> list[Instruction]:
+    def _settle(self, wrapper: TaskWrapper, partial: bool) -> list[Instruction]:
         """Emit the task if its last sub-task has ended."""
         if wrapper.emitted or not wrapper.finished:
             return []
-        wrapper.emitted = True
         batch = self.batches[wrapper.batch_id]
-        kept = self._kept_runs(wrapper)
-        cancelled = wrapper.cancelled_runs
-        failed = wrapper.total_runs - kept - cancelled
-        batch.counts += Counts(succeeded=kept, failed=failed, cancelled=cancelled)
-        self._note_failures(batch, wrapper, failed)
-        if kept or not cancelled:
-            batch.results.append(_result(wrapper, kept))
-            batch.emitted += 1
-        _release(wrapper)
-        batch.unfinished_tasks -= 1
-        return [Progress(batch.batch_id, batch.complete)]
+        settle(batch, wrapper, self.policy.keep_partial, partial)
+        return [Emit(batch.batch_id, batch.complete)]
 
-    def _kept_runs(self, wrapper: TaskWrapper) -> int:
-        completed = wrapper.completed_runs
-        if completed < wrapper.total_runs and not self.policy.keep_partial:
-            return 0
-        return completed
+    # giving up ------------------------------------------------------------------------
+    def _cut(self, batch: BatchState, now: float) -> list[Instruction]:
+        """The batch's time is over: once its attempts are asked back, then they are cancelled."""
+        if batch.first_error is None and not any(place.up for place in self.places):
+            batch.first_error = no_place(self.places, self.policy.batch_timeout_s)
+        recall = not batch.cut
+        batch.deadline = now + self.policy.recall_s
+        cancel = self.cancel_unfinished
+        instructions = cancel(batch.batch_id, now, restart=not recall, recall=recall)
+        if recall and not any(isinstance(i, Recall) for i in instructions):
+            instructions += cancel(batch.batch_id, now, restart=True)
+        return instructions
 
-    @staticmethod
-    def _note_failures(batch: BatchState, wrapper: TaskWrapper, failed: int) -> None:
-        errors = wrapper.errors[:failed]
-        batch.failures.update(error.type for error in errors)
-        if failed > len(errors):  # successful runs of a group that was dropped as a whole
-            batch.failures["PartialGroupDropped"] += failed - len(errors)
-        if errors and batch.first_error is None:
-            batch.first_error = errors[0]
+    def _cancel_running(self, batch_id: BatchId, restart: bool, recall: bool) -> list[Instruction]:
+        instructions: list[Instruction] = []
+        blocked: dict[str, None] = {}  # an ordered set
+        for attempt_id, attempt in list(self.running.items()):
+            if attempt.task.batch_id != batch_id:
+                continue
+            if recall and (attempt.ended or attempt.sub_task.repeat_times > 1):
+                instructions.append(Recall(attempt_id))
+            else:
+                self._out(attempt_id)
+                instructions.append(Cancel(attempt_id))
+                if restart and self._may_block(attempt):
+                    blocked[attempt.place] = None
+        for place in blocked:
+            instructions += self._restart(place)
+        return instructions
 
-    def _drop_pending(self, batch_id: BatchId) -> None:
-        if batch_id in self._pending:
-            self._pending[batch_id].clear()
+    def _may_block(self, attempt: RunningTaskState) -> bool:
+        on_runner = self.places[attempt.place].group == RUNNER
+        return on_runner and attempt.restart_runner_on_cancel and not attempt.ended
+
+    def _give_up(self, attempt_id: int, now: float) -> list[Instruction]:
+        """An attempt did not even report that its time was over."""
+        attempt = self._out(attempt_id)
+        assert attempt is not None
+        limit = attempt.timeout_s
+        error = RunError(ATTEMPT_TIMEOUT, f"no report {limit:g} s after its start; it was stopped")
+        instructions: list[Instruction] = [Cancel(attempt_id)]
+        if self._may_block(attempt):
+            instructions += self._restart(attempt.place)
+        lost = Outcome.lost(attempt.sub_task.repeat_times, error)
+        return [*instructions, *self._conclude(attempt.sub_task, lost, None)]
+
+    def _restart(self, place: str) -> list[Instruction]:
+        """Kill a worker; what else runs there starts again elsewhere, at no cost to it."""
+        instructions: list[Instruction] = [Restart(place)]
+        self.places.down(place)
+        for attempt_id in reversed(self._at(place)):
+            attempt = self._out(attempt_id)
+            assert attempt is not None
+            attempt.sub_task.attempts -= 1
+            self.pending.push_front(attempt.sub_task)
+            instructions.append(Cancel(attempt_id))
+        return instructions
 
     def _forget(self, batch_id: BatchId) -> None:
         self.batches.pop(batch_id, None)
-        self._pending.pop(batch_id, None)
-        self._order = [entry for entry in self._order if entry[2] != batch_id]
-
-
-def _result(wrapper: TaskWrapper, kept: int) -> CompletedTaskResult:
-    runs = [m for sub in wrapper.sub_tasks if sub.outcome for m in sub.outcome.status.metrics]
-    metrics = task_metrics(runs if kept else [], wrapper.seconds, wrapper.is_eval)
-    status = Status(kept, wrapper.total_runs, [metrics], _message(wrapper, kept))
-    payloads = [sub.payload for sub in wrapper.sub_tasks if sub.payload is not None]
-    return CompletedTaskResult(wrapper.batch_id, wrapper.task_id, status, payloads if kept else [])
-
-
-def _message(wrapper: TaskWrapper, kept: int) -> Optional[str]:
-    if kept == wrapper.total_runs:
-        return None
-    summary = f"{wrapper.completed_runs}/{wrapper.total_runs} runs completed successfully"
-    errors = wrapper.errors
-    return f"{summary}; first error: {errors[0]}" if errors else summary
-
-
-def _release(wrapper: TaskWrapper) -> None:
-    """A finished task keeps no payloads: its result owns them now."""
-    wrapper.task = None
-    for sub_task in wrapper.sub_tasks:
-        sub_task.payload = None
-        if sub_task.outcome is not None:
-            status = replace(sub_task.outcome.status, metrics=[])
-            sub_task.outcome = replace(sub_task.outcome, status=status, errors=())
+        self.pending.forget(batch_id)

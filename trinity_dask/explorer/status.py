@@ -47,13 +47,25 @@ class Outcome:
     """What one attempt at a sub-task reported.
 
     ``errors`` has one entry per failed run. ``retryable`` is false when another attempt
-    must fail in the same way (a workflow that does not exist).
+    must fail in the same way (a workflow that does not exist). ``runner`` is the last state of
+    the runner (see ``WorkflowRunner.get_runner_state``), with ``worker`` (its name),
+    ``abandoned_threads`` (of its process: given up, and still running) and ``loop_lag_s`` (the
+    longest delay of the worker's event loop meanwhile).
     """
 
     status: Status
     errors: tuple[RunError, ...] = ()
     seconds: float = 0.0
     retryable: bool = True
+    runner: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def restart_runner(self) -> bool:
+        """Whether user code is left running that only the end of its process can stop.
+
+        A runner worker is restarted then; a rollout worker never, its engine is worth more.
+        """
+        return self.runner.get("abandoned_threads", 0) > 0
 
     def to_header(self) -> dict[str, Any]:
         """As JSON-able values, for a payload header."""
@@ -65,6 +77,7 @@ class Outcome:
             "errors": [[e.type, e.message, e.traceback] for e in self.errors],
             "seconds": self.seconds,
             "retryable": self.retryable,
+            "runner": self.runner,
         }
 
     @classmethod
@@ -74,7 +87,8 @@ class Outcome:
             header["completed_runs"], header["total_runs"], header["metrics"], header["message"]
         )
         errors = tuple(RunError(*error) for error in header["errors"])
-        return cls(status, errors, header["seconds"], header["retryable"])
+        retryable, runner = header["retryable"], header.get("runner", {})
+        return cls(status, errors, header["seconds"], retryable, runner)
 
     @classmethod
     def of_payload(cls, payload: bytes) -> Outcome:

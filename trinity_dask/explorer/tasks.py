@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Optional
 
 from trinity_dask.explorer.status import Outcome, RunError, Status
@@ -52,12 +52,17 @@ class Counts:
 
 @dataclass
 class SubTask:
-    """``repeat_times`` runs of a task from run ``run_id_base`` on: what is submitted at once."""
+    """``repeat_times`` runs of a task from run ``run_id_base`` on: what is submitted at once.
+
+    ``attempts`` counts executions that were held against it; ``group`` is the group of
+    places where it may run.
+    """
 
     task: TaskWrapper
     repeat_times: int
     run_id_base: int
     attempts: int = 0
+    group: str = ""
     outcome: Optional[Outcome] = None
     payload: Optional[bytes] = None
     cancelled: bool = False
@@ -65,6 +70,11 @@ class SubTask:
     @property
     def finished(self) -> bool:
         return self.outcome is not None or self.cancelled
+
+    @property
+    def name(self) -> str:
+        """``batch/task/run``: how logs and runner states call it."""
+        return f"{self.task.batch_id}/{self.task.task_id}/{self.run_id_base}"
 
 
 @dataclass
@@ -88,6 +98,45 @@ class TaskWrapper:
         ]
         return self.sub_tasks
 
+    def cut_missing(self, sub_task: SubTask, outcome: Outcome, error_type: str) -> Outcome:
+        """Runs that failed with ``error_type`` were cut off: they become a cancelled sub-task.
+
+        Returns the outcome of the others.
+        """
+        errors = tuple(e for e in outcome.errors if e.type != error_type)
+        cut = len(outcome.errors) - len(errors)
+        if cut == 0:
+            return outcome
+        base = sub_task.run_id_base + sub_task.repeat_times - cut
+        self.sub_tasks.append(SubTask(self, cut, base, sub_task.attempts, cancelled=True))
+        sub_task.repeat_times -= cut
+        status = replace(outcome.status, total_runs=sub_task.repeat_times)
+        return replace(outcome, status=status, errors=errors)
+
+    def replace_missing(self, sub_task: SubTask, outcome: Outcome) -> SubTask:
+        """Close ``sub_task`` with its finished runs; a new sub-task makes the others again.
+
+        The new runs get numbers of their own, since nobody knows which numbers the missing
+        ones had.
+        """
+        completed = outcome.status.completed_runs
+        missing = sub_task.repeat_times - completed
+        sub_task.repeat_times = completed
+        status = Status(completed, completed, outcome.status.metrics)
+        sub_task.outcome = Outcome(status, (), outcome.seconds)
+        base = max(self.total_runs, *(s.run_id_base + s.repeat_times for s in self.sub_tasks))
+        again = SubTask(self, missing, base, sub_task.attempts, sub_task.group)
+        self.sub_tasks.append(again)
+        return again
+
+    @property
+    def sub_task_num(self) -> int:
+        return len(self.sub_tasks)
+
+    @property
+    def finished_sub_task_num(self) -> int:
+        return sum(sub.finished for sub in self.sub_tasks)
+
     @property
     def finished(self) -> bool:
         return all(sub.finished for sub in self.sub_tasks)
@@ -101,8 +150,20 @@ class TaskWrapper:
         return sum(sub.repeat_times for sub in self.sub_tasks if sub.cancelled)
 
     @property
+    def metrics(self) -> list[dict[str, float]]:
+        return [m for sub in self.sub_tasks if sub.outcome for m in sub.outcome.status.metrics]
+
+    @property
+    def experience_payloads(self) -> list[bytes]:
+        return [sub.payload for sub in self.sub_tasks if sub.payload is not None]
+
+    @property
     def errors(self) -> list[RunError]:
         return [e for sub in self.sub_tasks if sub.outcome for e in sub.outcome.errors]
+
+    @property
+    def first_error(self) -> Optional[RunError]:
+        return next(iter(self.errors), None)
 
     @property
     def seconds(self) -> list[float]:
@@ -116,37 +177,30 @@ class CompletedTaskResult:
     batch_id: BatchId
     task_id: BatchId
     status: Status
-    payloads: list[bytes]
-
-
-@dataclass(frozen=True)
-class RunningTaskState:
-    """A sub-task that is being executed, and when it is given up (clock of the scheduler)."""
-
-    sub_task: SubTask
-    started: float
-    deadline: float
+    experience_payloads: list[bytes]
 
 
 @dataclass
-class BatchState:
-    """A batch from its scheduling until its results are taken."""
+class RunningTaskState:
+    """A sub-task that is being executed, where, and when it is given up.
 
-    batch_id: BatchId
+    ``started`` and ``deadline`` are seconds of the scheduler's clock. ``runner_id`` is the
+    lane of ``place`` that it occupies. With ``restart_runner_on_cancel`` a cancelled batch
+    may have the runner worker restarted that executes this.
+    """
+
+    sub_task: SubTask
+    place: str
+    runner_id: int
+    started: float
     deadline: float
-    is_eval: bool = False
-    tasks: list[TaskWrapper] = field(default_factory=list)
-    unfinished_tasks: int = 0
-    counts: Counts = Counts()
-    results: list[CompletedTaskResult] = field(default_factory=list)
-    emitted: int = 0
-    failures: Counter[str] = field(default_factory=Counter)
-    first_error: Optional[RunError] = None
-    retries: int = 0
+    timeout_s: float
+    restart_runner_on_cancel: bool = True
+    ended: bool = False  # it has left its worker; only its payload is outstanding
 
     @property
-    def complete(self) -> bool:
-        return self.unfinished_tasks == 0
+    def task(self) -> TaskWrapper:
+        return self.sub_task.task
 
 
 @dataclass(frozen=True)
@@ -167,3 +221,43 @@ class BatchResult:
     first_error: Optional[RunError] = None
     retries: int = 0
     complete: bool = True
+
+
+@dataclass
+class BatchState:
+    """A batch from its scheduling until its results are taken.
+
+    Its ``deadline`` is set when its turn has come, so that waiting behind another batch
+    costs it nothing.
+    """
+
+    batch_id: BatchId
+    is_eval: bool = False
+    deadline: Optional[float] = None
+    tasks: list[TaskWrapper] = field(default_factory=list)
+    unfinished_tasks: int = 0
+    counts: Counts = Counts()
+    results: list[CompletedTaskResult] = field(default_factory=list)
+    emitted: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+    first_error: Optional[RunError] = None
+    retries: int = 0
+    cut: bool = False  # nothing of it is started any more
+
+    @property
+    def complete(self) -> bool:
+        return self.unfinished_tasks == 0
+
+    def take_results(self) -> BatchResult:
+        """What is finished and was not taken yet."""
+        results, self.results = self.results, []
+        return BatchResult(
+            self.batch_id,
+            [result.status for result in results],
+            [payload for result in results for payload in result.experience_payloads],
+            self.counts,
+            dict(self.failures),
+            self.first_error,
+            self.retries,
+            self.complete,
+        )

@@ -1,8 +1,8 @@
 """Runs the workflow of a task as often as asked, and says how each run ended.
 
-Invariant: nothing that user code does (raise, return nonsense, hang, cancel itself) leaves
-this module other than as data in the outcome; every experience that leaves it carries its
-batch, task and run, and the model version that made it.
+Invariant: nothing that user code does (raise, return nonsense, hang, block, cancel itself)
+leaves this module other than as data in the outcome; every experience that leaves it carries
+its batch, task and run, and the model version that made it.
 """
 
 from __future__ import annotations
@@ -10,45 +10,46 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Optional
 
+from trinity_dask.cluster.loop_watch import current_watch
 from trinity_dask.experience import Experience
 from trinity_dask.experience.payload import encode
-from trinity_dask.explorer.metrics import TIME_RUN, reduce_metrics
-from trinity_dask.explorer.running import bounded, describe, outcome_of, stop
-from trinity_dask.explorer.status import Outcome, RunError, Status
+from trinity_dask.explorer.baseline import greedy_task, with_baseline
+from trinity_dask.explorer.lanes import Lanes, plain
+from trinity_dask.explorer.recall import (
+    Recalled,
+    until_recalled,
+    wait_recallable,
+    was_recalled,
+)
+from trinity_dask.explorer.running import SETTLE_S, bounded, describe, outcome_of, stop
+from trinity_dask.explorer.runs import Attempt, Runs, checked, stamp
+from trinity_dask.explorer.status import Outcome, Status
 from trinity_dask.explorer.thread_model import run_async_in_thread
+from trinity_dask.rewards import REWARD_FUNCTIONS
 from trinity_dask.workflows import WORKFLOWS, PartialGroupError, Task, Workflow
 from trinity_dask.workflows.loading import LoadError, load_object
-from trinity_dask.workflows.threads import run_in_thread
+from trinity_dask.workflows.threads import abandoned_threads, run_in_thread
 
 CONCURRENT_MODES = ("sequential", "asynchronous", "multi-threading")
 MAX_IDLE_INSTANCES = 64
 
-__all__ = ["CONCURRENT_MODES", "Outcome", "Status", "WorkflowRunner"]
+__all__ = ["CONCURRENT_MODES", "Outcome", "Status", "WorkflowRunner", "workflow_class"]
 
 
-@dataclass
-class Runs:
-    """What several runs came to: a metrics dict per run (or experience), an error per failure."""
-
-    experiences: list[Experience] = field(default_factory=list)
-    metrics: list[dict[str, float]] = field(default_factory=list)
-    errors: list[RunError] = field(default_factory=list)
-    retryable: bool = True
-
-    def add(self, experiences: list[Experience], seconds: float) -> None:
-        """One successful run."""
-        self.experiences += experiences
-        reduced = reduce_metrics(e.metrics for e in experiences)
-        self.metrics.append({**reduced, TIME_RUN: seconds})
+class SiblingFailed(RuntimeError):
+    """A run that was given up because another run of its group had failed."""
 
 
 class WorkflowRunner:
     """Executes tasks; safe to use for many tasks at once on one event loop.
 
-    ``make_model`` builds the model wrapper for a task's ``rollout_args``.
+    ``make_model`` builds the model wrapper for a task's ``rollout_args``; every instance of
+    a workflow has a wrapper of its own, so histories and states never mix. ``name`` is that
+    of the worker.
 
     Raises:
         ValueError: unknown ``concurrent_mode``.
@@ -59,20 +60,30 @@ class WorkflowRunner:
         make_model: Callable[[dict[str, Any]], Any],
         concurrent_mode: str = "asynchronous",
         auxiliary_models: Sequence[Any] = (),
+        name: str = "runner",
     ) -> None:
         if concurrent_mode not in CONCURRENT_MODES:
             raise ValueError(
                 f"explorer.concurrent_mode {concurrent_mode!r} is unknown; use one of "
                 f"{', '.join(CONCURRENT_MODES)}"
             )
+        self.name = name
         self._make_model = make_model
         self._mode = concurrent_mode
         self._auxiliary = list(auxiliary_models)
-        self._classes: dict[str, type[Workflow]] = {}
+        self._classes: dict[tuple[str, Optional[str]], type[Workflow]] = {}
         self._idle: dict[type[Workflow], list[Workflow]] = {}
-        self._running: dict[str, dict[str, Any]] = {}
+        self._lanes = Lanes(name)
 
     # what a sub-task calls ------------------------------------------------------------
+    async def prepare(self) -> None:
+        """Make one model, so that a wrong configuration shows before the first task.
+
+        Raises:
+            ValueError: the model's configuration cannot be used.
+        """
+        self._make_model({})
+
     async def run_task(
         self,
         task: Task,
@@ -81,6 +92,7 @@ class WorkflowRunner:
         run_id_base: int = 0,
         collect_partial_runs: bool = True,
         timeout_s: Optional[float] = None,
+        runner_id: Optional[int] = None,
     ) -> tuple[Status, bytes]:
         """Run ``task`` ``repeat_times`` times; the status, and the payload with the experiences.
 
@@ -88,18 +100,16 @@ class WorkflowRunner:
         Never raises for anything the workflow or its reward does.
         """
         started = time.monotonic()
+        deadline = None if timeout_s is None else started + timeout_s
         workflow_id = f"{batch_id}/{task.task_id}/{run_id_base}"
-        self._running[workflow_id] = {"workflow_id": workflow_id, "begin_time": time.time()}
-        try:
-            deadline = None if timeout_s is None else started + timeout_s
-            runs = await self._all_runs(
-                task, repeat_times, run_id_base, collect_partial_runs, deadline
-            )
-        finally:
-            del self._running[workflow_id]
-        outcome = _outcome(runs, repeat_times, time.monotonic() - started)
+        with self._lanes.occupied(workflow_id, repeat_times, runner_id) as lane:
+            attempt = Attempt(task, repeat_times, run_id_base, collect_partial_runs, deadline, lane)
+            runs = await self._all_runs_and_baseline(attempt)
+            versions, state = lane.versions(), lane.state()
         for experience in runs.experiences:
-            _stamp(experience, task, batch_id)
+            stamp(experience, task, batch_id, versions)
+        seconds = time.monotonic() - started
+        outcome = runs.outcome(repeat_times, seconds, self._facts(state, seconds))
         kept = [] if task.is_eval else runs.experiences
         return outcome.status, encode(kept, outcome.to_header())
 
@@ -107,135 +117,161 @@ class WorkflowRunner:
         return True
 
     def get_runner_state(self) -> list[dict[str, Any]]:
-        """What is being run: ``workflow_id`` (batch/task/run), ``begin_time``, ``running_time``."""
-        now = time.time()
-        return [{**s, "running_time": now - s["begin_time"]} for s in self._running.values()]
+        """One row per runner (lane) that has run something, the last or present sub-task.
+
+        ``runner_id``, ``workflow_id`` (batch/task/run), ``model_version``, ``repeat_cnt``,
+        ``begin_time`` and ``terminate_time`` (epoch seconds, None while it runs),
+        ``running_time`` (s), and what the workflow set with ``model.set_workflow_state``.
+        """
+        return self._lanes.states()
+
+    def _facts(self, state: dict[str, Any], seconds: float) -> dict[str, Any]:
+        watch = current_watch()
+        return {
+            **plain(state),
+            "worker": self.name,
+            "abandoned_threads": abandoned_threads(),
+            "loop_lag_s": 0.0 if watch is None else round(watch.max_lag_s(seconds), 3),
+        }
 
     # the runs -------------------------------------------------------------------------
-    async def _all_runs(
-        self, task: Task, n: int, base: int, partial: bool, deadline: Optional[float]
-    ) -> Runs:
+    async def _all_runs_and_baseline(self, attempt: Attempt) -> Runs:
+        if not attempt.task.greedy_baseline or attempt.task.is_eval:
+            return await self._all_runs(attempt)
+        greedy = replace(attempt, task=greedy_task(attempt.task), n=1, base=0)
+        jobs = [asyncio.ensure_future(self._all_runs(a)) for a in (attempt, greedy)]
         try:
-            cls = self._workflow_class(task)
+            await asyncio.wait(jobs)
+        except asyncio.CancelledError:
+            await stop(list(jobs))
+            raise
+        return with_baseline(jobs[0].result(), jobs[1].result(), attempt.n)
+
+    async def _all_runs(self, attempt: Attempt) -> Runs:
+        try:
+            cls = await self._workflow_class(attempt.task)
             if cls.can_repeat:
-                return await self._repeatable(cls, task, n, base, deadline)
-            if self._mode == "sequential" or n == 1:
-                return await self._one_by_one(cls, task, n, base, partial, deadline)
-            return await self._together(cls, task, n, base, partial, deadline)
+                return await self._repeatable(cls, attempt)
+            if self._mode == "sequential" or attempt.n == 1:
+                return await self._one_by_one(cls, attempt)
+            return await self._together(cls, attempt)
         except Exception as error:  # whatever user code does is data
             retryable = not isinstance(error, LoadError)
-            return Runs(errors=[describe(error)] * n, retryable=retryable)
+            return Runs(errors=[describe(error)] * attempt.n, retryable=retryable)
 
-    def _workflow_class(self, task: Task) -> type[Workflow]:
-        known = self._classes.get(task.workflow)
-        if known is not None:
-            return known
-        cls = load_object(task.workflow, WORKFLOWS)
-        if not (isinstance(cls, type) and issubclass(cls, Workflow)):
-            raise LoadError(f"workflow {task.workflow!r} is {cls!r}, not a subclass of Workflow")
-        self._classes[task.workflow] = cls
-        return cls
+    async def _workflow_class(self, task: Task) -> type[Workflow]:
+        """The task's workflow class. User code is imported in a thread: that may take long."""
+        key = (task.workflow, task.reward_fn)
+        if key not in self._classes:
+            try:
+                cls = await asyncio.to_thread(_import, *key)
+            except LoadError:  # a few libraries can be imported in a main thread only
+                cls = workflow_class(task.workflow)
+            self._classes[key] = cls
+        return self._classes[key]
 
-    async def _repeatable(
-        self, cls: type[Workflow], task: Task, n: int, base: int, deadline: Optional[float]
-    ) -> Runs:
+    async def _repeatable(self, cls: type[Workflow], attempt: Attempt) -> Runs:
         """All runs by one call of one instance."""
         started = time.monotonic()
         runs = Runs()
-        workflow = self._take(cls, task)
-        workflow.set_repeat_times(n, base)
+        workflow = self._take(cls, attempt)
+        workflow.set_repeat_times(attempt.n, attempt.base)
         try:
-            found = await self._call(workflow, deadline)
+            found = await self._call(workflow, attempt)
         except PartialGroupError as partial:
-            found = _checked(partial.experiences, task, allow_empty=True)
+            found = checked(partial.experiences, attempt.task, allow_empty=True)
             runs.errors = [describe(error) for error in partial.errors]
         self._give_back(workflow)
-        _number_runs(found, n, base)
-        seconds = time.monotonic() - started
-        runs.experiences = found
-        runs.metrics = [{**e.metrics, TIME_RUN: seconds} for e in found]
+        runs.add_group(found, attempt.n, attempt.base, time.monotonic() - started)
         return runs
 
-    async def _one_by_one(
-        self, cls: type[Workflow], task: Task, n: int, base: int, partial: bool, deadline: Any
-    ) -> Runs:
+    async def _one_by_one(self, cls: type[Workflow], attempt: Attempt) -> Runs:
         runs = Runs()
-        for index in range(n):
+        for index in range(attempt.n):
             started = time.monotonic()
             try:
-                found = await self._single(cls, task, base + index, deadline)
+                if index and attempt.left_s == 0:
+                    raise TimeoutError("not started: the time of its attempt was over")
+                found = await until_recalled(self._single(cls, attempt, attempt.base + index))
             except Exception as error:  # a failed run is data
-                missing = 1 if partial else n - index
-                runs.errors += [describe(error)] * missing
-                if not partial:
+                runs.errors.append(describe(error))
+                if not attempt.partial:
+                    skipped = SiblingFailed("not started: an earlier run of its group failed")
+                    runs.errors += [describe(skipped)] * (attempt.n - index - 1)
                     break
             else:
                 runs.add(found, time.monotonic() - started)
         return runs
 
-    async def _together(
-        self, cls: type[Workflow], task: Task, n: int, base: int, partial: bool, deadline: Any
-    ) -> Runs:
+    async def _together(self, cls: type[Workflow], attempt: Attempt) -> Runs:
         """Each run on its own instance; at the deadline, finished runs are kept."""
-        started = time.monotonic()
-        children: list[asyncio.Future[Any]] = [
-            asyncio.ensure_future(self._single(cls, task, base + i, deadline)) for i in range(n)
-        ]
-        when = asyncio.ALL_COMPLETED if partial else asyncio.FIRST_EXCEPTION
-        try:
-            _, late = await asyncio.wait(children, timeout=_left(deadline), return_when=when)
-        except asyncio.CancelledError:
-            await stop(children)
-            raise
+        numbers = range(attempt.base, attempt.base + attempt.n)
+        children = [asyncio.ensure_future(self._timed(cls, attempt, run)) for run in numbers]
+        when = asyncio.ALL_COMPLETED if attempt.partial else asyncio.FIRST_EXCEPTION
+        left = attempt.left_s
+        # every run keeps the deadline by itself; this is for one that ignores its end
+        limit = None if left is None else left + 2 * SETTLE_S
+        _, late = await wait_recallable(children, limit, when)
         await stop(list(late))
         runs = Runs()
         for child in children:
             try:
+                if child in late and was_recalled():
+                    raise Recalled
                 if child in late:
-                    raise TimeoutError("given up: its deadline passed or another run failed")
-                found = outcome_of(child, task.workflow)
+                    raise SiblingFailed("given up: another run of its group failed")
+                found, seconds = outcome_of(child, attempt.task.workflow)
             except Exception as error:  # a failed run is data
                 runs.errors.append(describe(error))
             else:
-                runs.add(found, time.monotonic() - started)
+                runs.add(found, seconds)
         return runs
 
-    async def _single(
-        self, cls: type[Workflow], task: Task, run: int, deadline: Optional[float]
-    ) -> list[Experience]:
-        workflow = self._take(cls, task)
-        found = await self._call(workflow, deadline)
+    async def _timed(
+        self, cls: type[Workflow], attempt: Attempt, run: int
+    ) -> tuple[list[Experience], float]:
+        started = time.monotonic()
+        return await self._single(cls, attempt, run), time.monotonic() - started
+
+    async def _single(self, cls: type[Workflow], attempt: Attempt, run: int) -> list[Experience]:
+        workflow = self._take(cls, attempt)
+        found = await self._call(workflow, attempt)
         self._give_back(workflow)
         for experience in found:
             experience.eid.run = run
         return found
 
-    async def _call(self, workflow: Workflow, deadline: Optional[float]) -> list[Experience]:
+    async def _call(self, workflow: Workflow, attempt: Attempt) -> list[Experience]:
         """One run of one instance, where it may block without harm."""
-        left = _left(deadline)
+        left = attempt.left_s
         workflow.time_limit_s = left
-        name = workflow.task.workflow
+        name = f"workflow {attempt.task.workflow}"
         if not workflow.is_async:
             value = await run_in_thread(workflow.run, timeout_s=left, name=name)
         elif self._mode == "multi-threading" and not workflow.can_repeat:
             value = await run_async_in_thread(workflow, timeout_s=left, name=name)
         else:
-            value = await bounded(workflow.run_async(), left, f"workflow {name}")
-        return _checked(value, workflow.task)
+            value = await bounded(_run_async(workflow), left, name)
+        return checked(value, attempt.task)
 
     # instances ------------------------------------------------------------------------
-    def _take(self, cls: type[Workflow], task: Task) -> Workflow:
-        """An idle instance, reset to ``task``, or a new one."""
-        idle = self._idle.get(cls)
-        if idle:
-            workflow = idle.pop()
-            if workflow.task.rollout_args == task.rollout_args:
-                workflow.reset(task)
-                return workflow
-        return cls(task, self._model_for(task), self._auxiliary)
+    def _take(self, cls: type[Workflow], attempt: Attempt) -> Workflow:
+        """An idle instance, reset to the task, or a new one; its history and state are empty."""
+        workflow = self._reused(cls, attempt.task) or self._new(cls, attempt.task)
+        attempt.lane.add_model(workflow.model)
+        return workflow
 
-    def _model_for(self, task: Task) -> Any:
-        return self._make_model(task.rollout_args)
+    def _reused(self, cls: type[Workflow], task: Task) -> Optional[Workflow]:
+        idle = self._idle.get(cls)
+        workflow = idle.pop() if idle else None
+        if workflow is None or workflow.task.rollout_args != task.rollout_args:
+            return None
+        workflow.model.clean_workflow_state()
+        workflow.reset(task)
+        return workflow
+
+    def _new(self, cls: type[Workflow], task: Task) -> Workflow:
+        return cls(task, self._make_model(task.rollout_args), self._auxiliary)
 
     def _give_back(self, workflow: Workflow) -> None:
         """Keep a healthy instance for the next task; after a failure it is never reused."""
@@ -246,52 +282,21 @@ class WorkflowRunner:
             idle.append(workflow)
 
 
-def _left(deadline: Optional[float]) -> Optional[float]:
-    return None if deadline is None else max(deadline - time.monotonic(), 0.0)
+async def _run_async(workflow: Workflow) -> Any:
+    """Here, so that also the call that makes the coroutine happens inside the bounded task."""
+    return await workflow.run_async()
 
 
-def _checked(value: Any, task: Task, allow_empty: bool = False) -> list[Experience]:
-    """``value`` if it is what a workflow must return. Raises TypeError or ValueError."""
-    if not isinstance(value, list) or not all(isinstance(e, Experience) for e in value):
-        what = type(value).__name__
-        raise TypeError(f"workflow {task.workflow!r} returned {what}, not a list of Experience")
-    for experience in value:
-        experience.check()
-    if not value and not allow_empty:
-        raise ValueError(f"workflow {task.workflow!r} returned no experience")
-    return value
+def _import(workflow: str, reward_fn: Optional[str]) -> type[Workflow]:
+    if reward_fn is not None:
+        with suppress(LoadError):  # said when the workflow asks for it
+            load_object(reward_fn, REWARD_FUNCTIONS)
+    return workflow_class(workflow)
 
 
-def _number_runs(found: list[Experience], n: int, base: int) -> None:
-    """Check the run numbers; a workflow that left them all at 0 gets them in order."""
-    runs = {e.eid.run for e in found}
-    if runs == {0} and len(found) == n and (n > 1 or base):
-        for index, experience in enumerate(found):
-            experience.eid.run = base + index
-    elif not all(base <= run < base + n for run in runs):
-        raise ValueError(
-            f"experiences carry run numbers {sorted(runs)}; this group has runs {base} to "
-            f"{base + n - 1} (see Workflow.set_repeat_times)"
-        )
-
-
-def _outcome(runs: Runs, n: int, seconds: float) -> Outcome:
-    completed = n - len(runs.errors)
-    message = None
-    if runs.errors:
-        message = f"{completed}/{n} runs completed successfully; first error: {runs.errors[0]}"
-    status = Status(completed, n, runs.metrics, message)
-    return Outcome(status, tuple(runs.errors), seconds, runs.retryable)
-
-
-def _stamp(experience: Experience, task: Task, batch_id: int | str) -> None:
-    eid = experience.eid
-    eid.batch = batch_id
-    if eid.task == "":
-        eid.task = task.task_id
-    info = experience.info
-    if experience.versions is not None:
-        oldest, newest = int(experience.versions.min()), int(experience.versions.max())
-        info["model_version"], info["model_version_drift"] = oldest, newest - oldest
-    info["use_count"] = 0
-    info["task_index"] = task.index
+def workflow_class(name: str) -> type[Workflow]:
+    """The workflow class that ``name`` means. Raises LoadError when there is none."""
+    cls = load_object(name, WORKFLOWS)
+    if not (isinstance(cls, type) and issubclass(cls, Workflow)):
+        raise LoadError(f"workflow {name!r} is {cls!r}, not a subclass of Workflow")
+    return cls

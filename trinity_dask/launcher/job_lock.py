@@ -1,7 +1,9 @@
-"""One run per job directory.
+"""Who may run a job directory at a time.
 
-Invariant: the lock is an ``flock`` of the process that writes the job's state; it vanishes
-with that process, however it ends, so there is never a stale lock to remove by hand.
+Invariant: a lock is an ``flock`` of the process that writes the job's state; it vanishes with
+that process, however it ends, so there is never a stale lock to remove by hand. One run of
+mode ``both`` has the directory for itself; a trainer and explorers that were started each on
+its own share it, each name once; a benchmark only reads, and excludes another benchmark.
 """
 
 from __future__ import annotations
@@ -12,90 +14,122 @@ import json
 import os
 import socket
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, Optional
 
+from trinity_dask.config import modes
+from trinity_dask.config.schema import Config
+
 POLL_S = 0.2
+SHARED, EXCLUSIVE = fcntl.LOCK_SH, fcntl.LOCK_EX
+Claim = tuple[str, int]  # file in the job directory, kind of lock
+WHOLE: tuple[Claim, ...] = (("run.lock", EXCLUSIVE),)
 
 
 class JobInUse(RuntimeError):
     """Another live process runs this job."""
 
 
+def claims_of(stages: Sequence[Config]) -> tuple[Claim, ...]:
+    """The locks that a run of ``stages`` needs."""
+    first = stages[0]
+    if first.mode == "bench":
+        return (("bench.lock", EXCLUSIVE),)
+    if len(stages) == 1 and modes.meets(first.mode):
+        name = first.trainer.name if first.mode == "train" else first.explorer.name
+        return (("run.lock", SHARED), (f"{name}.lock", EXCLUSIVE))
+    return WHOLE
+
+
 class JobLock:
-    """Asynchronous context manager around ``<job>/run.lock``.
+    """Asynchronous context manager around the lock files of a job.
 
     ``holder`` names, for people, the process to stop (the driver); default: this one.
     Waits up to ``timeout_s`` because the workers of a killed driver need a moment to end.
     """
 
     def __init__(
-        self, job_dir: str | Path, timeout_s: float = 20.0, holder: dict[str, Any] | None = None
+        self,
+        job_dir: str | Path,
+        timeout_s: float = 20.0,
+        holder: dict[str, Any] | None = None,
+        claims: Sequence[Claim] = WHOLE,
     ) -> None:
-        self.path = Path(job_dir) / "run.lock"
+        self.job_dir = Path(job_dir)
         self.holder = holder or {"host": socket.gethostname(), "pid": os.getpid()}
         self.timeout_s = timeout_s
-        self._file: Optional[IO[str]] = None
+        self.claims = tuple(claims)
+        self._held = ExitStack()
 
     async def __aenter__(self) -> JobLock:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 - held until exit
+        self.job_dir.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + self.timeout_s
-        while not self._try_lock():
-            if time.monotonic() > deadline:
-                self._file.close()
-                raise JobInUse(_in_use(self.path))
-            await asyncio.sleep(POLL_S)  # flock has no wake-up; bounded by the deadline
-        self._write_holder()
+        for name, kind in self.claims:
+            file = self._held.enter_context(open(self.job_dir / name, "a+", encoding="utf-8"))  # noqa: SIM115
+            while not _try(file, kind):
+                if time.monotonic() > deadline:
+                    self._held.close()
+                    raise JobInUse(_in_use(self.job_dir, name))
+                await asyncio.sleep(POLL_S)  # flock has no wake-up; bounded by the deadline
+            self._write_holder(file)
         return self
 
-    def _try_lock(self) -> bool:
-        assert self._file is not None
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
-    def _write_holder(self) -> None:
-        assert self._file is not None
-        self._file.truncate(0)
-        json.dump(self.holder, self._file)
-        self._file.flush()
+    def _write_holder(self, file: IO[str]) -> None:
+        file.truncate(0)
+        json.dump(self.holder, file)
+        file.flush()
 
     async def __aexit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._held.close()
 
 
-def wait_unlocked(job_dir: str | Path, timeout_s: float = 20.0) -> None:
-    """Wait until no live process holds the job's lock, without taking it.
+def wait_unlocked(
+    job_dir: str | Path, timeout_s: float = 20.0, claims: Sequence[Claim] = WHOLE
+) -> None:
+    """Wait until no live process stands in the way of ``claims``, without taking them.
 
     Raises:
-        JobInUse: it is still held after ``timeout_s`` (names the holder).
+        JobInUse: one still does after ``timeout_s`` (names the holder).
     """
     deadline = time.monotonic() + timeout_s
-    while is_locked(job_dir):
+    while (name := _taken(job_dir, claims)) is not None:
         if time.monotonic() > deadline:
-            raise JobInUse(_in_use(Path(job_dir) / "run.lock"))
+            raise JobInUse(_in_use(Path(job_dir), name))
         time.sleep(POLL_S)  # flock has no wake-up; bounded by the deadline
 
 
-def is_locked(job_dir: str | Path) -> bool:
-    """Whether a live process holds the job's lock."""
+def is_locked(job_dir: str | Path, claims: Sequence[Claim] = WHOLE) -> bool:
+    """Whether a live process stands in the way of ``claims``."""
+    return _taken(job_dir, claims) is not None
+
+
+def _taken(job_dir: str | Path, claims: Sequence[Claim]) -> Optional[str]:
+    """The first lock file that cannot be had."""
+    for name, kind in claims:
+        try:
+            with open(Path(job_dir) / name, encoding="utf-8") as file:
+                if not _try(file, kind):
+                    return name
+        except FileNotFoundError:
+            continue
+    return None
+
+
+def _try(file: IO[str], kind: int) -> bool:
     try:
-        with open(Path(job_dir) / "run.lock", encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
-        return True
-    return False
+        return False
+    return True
 
 
-def _in_use(lock: Path) -> str:
-    holder = lock.read_text(encoding="utf-8").strip()
+def _in_use(job_dir: Path, name: str) -> str:
+    holder = (job_dir / name).read_text(encoding="utf-8").strip() or "unknown"
+    who = name.removesuffix(".lock")
+    role = "" if who == "run" else f" as {who!r}"
+    another = "another name" if who == "run" else "another name (an explorer: explorer.name=...)"
     return (
-        f"{lock.parent} is in use by another run ({holder or 'unknown'}); stop it, or give this "
-        "one another name"
+        f"{job_dir} is in use by another run{role} ({holder}); stop it, or give this one {another}"
     )

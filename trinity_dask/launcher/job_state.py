@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trinity_dask.config import Config, ConfigError, from_yaml
-from trinity_dask.config.job_dir import is_finished
+from trinity_dask.config.job_dir import is_finished, stage_file
 
 # may differ between two runs of the same job: where it runs, what it shows, where a stage
 # takes its start model from
@@ -25,7 +25,12 @@ def finished_message(job_dir: str, stages: list[Config]) -> str | None:
     Raises:
         ConfigError: it was finished with another configuration (names the keys).
     """
-    if not stages[0].continue_from_checkpoint or not is_finished(job_dir, len(stages)):
+    first = stages[0]
+    if first.mode == "bench":
+        _require_checkpoints(job_dir, stages)
+        return None
+    finished = is_finished(job_dir, len(stages), stage_file(first))
+    if not first.continue_from_checkpoint or not finished:
         return None
     changed = sorted({key for stage in stages for key in _changed(stage)})
     if changed:
@@ -40,8 +45,20 @@ def finished_message(job_dir: str, stages: list[Config]) -> str | None:
     )
 
 
+def _require_checkpoints(job_dir: str, stages: list[Config]) -> None:
+    """A benchmark of a job that left none, or of a name that was never run, is a mistake."""
+    found = (path for stage in stages for path in Path(str(stage.job_dir)).glob("global_step_*"))
+    if next(found, None) is None:
+        raise ConfigError(
+            f"mode=bench evaluates the checkpoints of a job, and {job_dir} holds none; run it "
+            "first, or give the name= of one that was run (rerun_finished=true takes its newest "
+            "run)"
+        )
+
+
 def _changed(stage: Config) -> Iterator[str]:
-    saved = Path(str(stage.job_dir)) / "config.yaml"
+    name = f"{stage.explorer.name}_config.yaml" if stage.mode == "explore" else "config.yaml"
+    saved = Path(str(stage.job_dir)) / name
     if not saved.is_file():
         return
     before, now = (dict(_flat(asdict(c))) for c in (from_yaml(saved), stage))

@@ -11,8 +11,10 @@ import logging
 import traceback
 from typing import TYPE_CHECKING, Any, Optional
 
+from trinity_dask.config import job_dir, modes
 from trinity_dask.config.schema import Config
-from trinity_dask.launcher.job_lock import JobLock
+from trinity_dask.launcher.job_lock import JobLock, claims_of
+from trinity_dask.launcher.peers import describe
 from trinity_dask.launcher.status import FINAL_STATES, StatusBoard
 from trinity_dask.manager.state_manager import StateManager
 from trinity_dask.monitor.curves import write_curves
@@ -39,6 +41,7 @@ class Launcher:
         self.run_id = run_id
         self.driver = driver
         self.state = StateManager(base_dir)
+        self.state.stage_file = self.state.path / job_dir.stage_file(stages[0])
         self._board: Optional[StatusBoard] = None
         self._task: Optional[asyncio.Task[None]] = None
         self._stage: Optional[StageRunner] = None
@@ -75,7 +78,7 @@ class Launcher:
     async def _run(self) -> None:
         assert self._board is not None
         try:
-            async with JobLock(self.base_dir, holder=self.driver):
+            async with JobLock(self.base_dir, 20.0, self.driver, claims_of(self.stages)):
                 await self._run_stages()
                 await self._draw_curves()
             final = "interrupted" if self._stop_reason else "done"
@@ -95,10 +98,18 @@ class Launcher:
                 break
             await self._run_stage(index)
             if not self._stop_reason:
-                self.state.save_stage(index, finished=True)
+                self._save_stage(index, finished=True)
+
+    @property
+    def _benches(self) -> bool:
+        return self.stages[0].mode == "bench"
+
+    def _save_stage(self, index: int, finished: bool = False) -> None:
+        if not self._benches:  # a benchmark leaves the job's state alone
+            self.state.save_stage(index, finished)
 
     async def _draw_curves(self) -> None:
-        if not self.stages[0].monitor.curves:
+        if not self.stages[0].monitor.curves or self._benches:
             return
         try:
             await asyncio.to_thread(write_curves, self.base_dir)
@@ -106,7 +117,7 @@ class Launcher:
             log.exception("the curves could not be drawn")
 
     def _first_stage(self) -> int:
-        if not self.stages[0].continue_from_checkpoint:
+        if not self.stages[0].continue_from_checkpoint or self._benches:
             return 0
         meta = self.state.load_stage()
         return int(meta.get("latest_stage", 0)) + bool(meta.get("finished", False))
@@ -114,7 +125,7 @@ class Launcher:
     async def _run_stage(self, index: int) -> None:
         assert self._board is not None
         stage = self.stages[index]
-        self.state.save_stage(index)
+        self._save_stage(index)
         await self._board.update(
             state="running",
             stage=stage.stage_name or stage.name,
@@ -126,8 +137,8 @@ class Launcher:
             message="",
         )
         previous = self.stages[index - 1] if index else None
-        stage_runner = await asyncio.to_thread(_stage_runner)
-        self._stage = stage_runner(stage, self._board, self.run_id, previous)
+        stage_runner = (await asyncio.to_thread(_stage_runners))[stage.mode]
+        self._stage = stage_runner(stage, self._board, self.run_id, previous, self.stop)
         try:
             if self._stop_reason is None:
                 await self._stage.run()
@@ -138,6 +149,15 @@ class Launcher:
         """Make what presets make themselves, then look at every stage's tasks: a missing
         column of the last stage must not wait until the first one is trained."""
         assert self._board is not None
+        async with _preparing():  # runs of one job make the same files
+            await self._prepare_inputs()
+        for stage in self.stages:
+            if modes.samples(stage.mode):
+                await asyncio.to_thread(_read_tasks, stage)
+        await self._board.update(message="")
+
+    async def _prepare_inputs(self) -> None:
+        assert self._board is not None
         for stage in self.stages:
             if stage.prepare:
                 await self._board.update(
@@ -145,10 +165,16 @@ class Launcher:
                 )
                 prepare = load_callable(stage.prepare)
                 await asyncio.to_thread(prepare, stage, **stage.prepare_args)
-        for stage in self.stages:
-            if stage.mode != "train":
-                await asyncio.to_thread(_read_tasks, stage)
-        await self._board.update(message="")
+
+
+_lock: Optional[asyncio.Lock] = None
+
+
+def _preparing() -> asyncio.Lock:
+    """One launcher of this process at a time. Made on its loop, not at import."""
+    global _lock
+    _lock = _lock or asyncio.Lock()
+    return _lock
 
 
 def _read_tasks(stage: Config) -> None:
@@ -158,18 +184,9 @@ def _read_tasks(stage: Config) -> None:
     TasksetReader(stage)
 
 
-def _stage_runner() -> type[StageRunner]:
+def _stage_runners() -> dict[str, type[StageRunner]]:
     """Imported late and in a thread: torch and transformers come with it, which the driver
     (it only names the launcher) does without, and which would stop the event loop."""
-    from trinity_dask.launcher.stage import StageRunner
+    from trinity_dask.launcher.stages import STAGES
 
-    return StageRunner
-
-
-def describe(error: BaseException) -> str:
-    """One line: the type, the message, and the root cause when it says more."""
-    line = f"{type(error).__name__}: {error}"
-    cause = error.__cause__
-    if cause is not None and str(cause) not in line:
-        line += f" (caused by {type(cause).__name__}: {cause})"
-    return line
+    return STAGES

@@ -14,12 +14,13 @@ from trinity_dask.trainer.checkpoint import latest_hf_export
 
 
 def engine_specs(cfg: Config) -> list[EngineSpec]:
-    """One engine per rollout worker."""
+    """One engine per rollout worker; in a shared cluster, on the slots that are this run's."""
     engine = cfg.explorer.rollout_model
+    first = cfg.cluster.rollout.first_index or 0
     device = "cuda" if cfg.cluster.rollout.gpus_per_worker else "cpu"
     return [
         EngineSpec(
-            slot=engine_slot(i),
+            slot=engine_slot(first + i),
             engine_type=engine.engine_type,
             model_path=cfg.model.model_path,
             config=asdict(engine),
@@ -44,8 +45,20 @@ def stage_model_path(cfg: Config, previous: Optional[Config]) -> str:
             raise FileNotFoundError(
                 f"stage {cfg.stage_name!r} starts from stage {previous.stage_name!r}, but "
                 f"{previous.job_dir} holds no complete Hugging Face export; run that stage "
-                f"with trainer.save_hf_checkpoint=last"
+                f"with trainer.save_hf_checkpoint=last (and, with model.lora, "
+                f"model.lora.merge_export=true: a stage starts from a whole model)"
             )
         path = str(export)
     check_model_dir(path)
     return path
+
+
+def config_file(cfg: Config) -> Path:
+    """Where the resolved configuration of a run is kept: the job's own is not written over by
+    an explorer that joins it, or by a benchmark."""
+    directory = Path(str(cfg.job_dir))
+    if cfg.mode == "bench":
+        return directory / "benchmark_config.yaml"
+    if cfg.mode == "explore" and (directory / "config.yaml").is_file():
+        return directory / f"{cfg.explorer.name}_config.yaml"
+    return directory / "config.yaml"

@@ -10,22 +10,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Optional
 
 from trinity_dask.buffer.experience_buffer import ExperienceBuffer
-from trinity_dask.cluster.actors import create_actor, release_actor
-from trinity_dask.cluster.rpc import local_actor
-from trinity_dask.cluster.slots import CONTROL
 from trinity_dask.config import save as save_config
 from trinity_dask.config.schema import Config
+from trinity_dask.explorer.engine_weights import EngineWeights
 from trinity_dask.explorer.explorer import Explorer
 from trinity_dask.explorer.rollout_coordinator import RolloutCoordinator
 from trinity_dask.launcher.reporter import Reporter
-from trinity_dask.launcher.specs import engine_specs, stage_model_path
+from trinity_dask.launcher.specs import config_file, engine_specs, stage_model_path
 from trinity_dask.launcher.status import StatusBoard
 from trinity_dask.manager.accounts import lineage_accounts, require_balanced
 from trinity_dask.manager.engine_pool import EnginePool
@@ -36,20 +34,30 @@ from trinity_dask.trainer.trainer import Trainer
 
 log = logging.getLogger("trinity_dask.stage")
 
-CREATE_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 60.0
+SETTLE_S = 10.0  # accounts of a job whose other side is at work
 
 
 class StageRunner:
-    """Runs one validated stage config on the control worker's event loop."""
+    """Runs one validated stage config on the control worker's event loop.
+
+    Subclasses say which parts a mode has. ``request_stop(reason)`` asks the launcher to end
+    the job as interrupted.
+    """
 
     def __init__(
-        self, cfg: Config, board: StatusBoard, run_id: str, previous: Optional[Config] = None
+        self,
+        cfg: Config,
+        board: StatusBoard,
+        run_id: str,
+        previous: Optional[Config] = None,
+        request_stop: Optional[Callable[[str], Awaitable[None]]] = None,
     ) -> None:
         self.cfg = cfg
         self.board = board
         self.run_id = f"{run_id}-{cfg.stage_name}" if cfg.stage_name else run_id
         self.previous = previous
+        self.request_stop = request_stop
         self.job_dir = Path(str(cfg.job_dir))
         self.explorer: Optional[Explorer] = None
         self.trainer: Optional[Trainer] = None
@@ -63,12 +71,14 @@ class StageRunner:
         """Run the stage to its end. Raises the first error of any part."""
         self.job_dir.mkdir(parents=True, exist_ok=True)
         self.cfg.model.model_path = stage_model_path(self.cfg, self.previous)
-        await asyncio.to_thread(save_config, self.cfg, self.job_dir / "config.yaml")
+        await asyncio.to_thread(save_config, self.cfg, config_file(self.cfg))
         async with AsyncExitStack() as stack:
             await self._build(stack)
             reporter = Reporter(self, self.board)
             stack.push_async_callback(reporter.close)
             reporter.start()
+            if self._stopping:
+                await self.stop()
             await self._run_parts(reporter)
             await reporter.refresh()
             await self._check_accounts()
@@ -80,31 +90,13 @@ class StageRunner:
             if part is not None:
                 await part.stop()
 
-    # building ------------------------------------------------------------------------
     async def _build(self, stack: AsyncExitStack) -> None:
-        await self.board.update(message="starting the trainer")
-        explores = self.cfg.mode == "both"
-        if explores:
-            await self._build_buffer(stack)
-            await self._build_synchronizer(stack)
-        self.trainer = Trainer(
-            self.cfg,
-            run_id=self.run_id,
-            buffer=self.buffer,
-            synchronizer=self.synchronizer,
-            monitor=self._monitor(stack, self.cfg.trainer.name),
-        )
-        stack.push_async_callback(_bounded, self.trainer.close, "trainer")
-        if not explores:
-            await self.trainer.prepare()
-            return
-        await self.board.update(message="starting engines and trainer")
-        await self._build_engines(stack)
-        await _all(self.trainer.prepare(), self._start_engines())
-        await self._first_weights()
-        await self._build_explorer(stack)
-        await self.board.update(message="")
+        raise NotImplementedError
 
+    async def _run_parts(self, reporter: Reporter) -> None:
+        raise NotImplementedError
+
+    # parts ------------------------------------------------------------------------------
     def _monitor(self, stack: AsyncExitStack, role: str) -> Monitor:
         monitor = Monitor(
             self.cfg.monitor, str(self.job_dir), role, self.cfg.name, asdict(self.cfg)
@@ -112,117 +104,111 @@ class StageRunner:
         stack.push_async_callback(asyncio.to_thread, monitor.close)
         return monitor
 
-    async def _local(self, stack: AsyncExitStack, cls: type, *args: Any) -> Any:
-        """A Dask actor on this very worker; returns its instance."""
-        key = f"{self.run_id}-{cls.__name__.lower()}"
-        ref = await create_actor(cls, *args, slot=CONTROL, key=key, timeout=CREATE_TIMEOUT_S)
-        stack.push_async_callback(release_actor, ref)
-        instance = local_actor(key)
-        if instance is None:
-            raise RuntimeError(
-                f"{cls.__name__} was created at {ref.handle.address}, not on this control "
-                f"worker; exactly one worker may carry the control slot"
-            )
-        return instance
+    def _make_trainer(self, stack: AsyncExitStack) -> Trainer:
+        self.trainer = Trainer(
+            self.cfg,
+            run_id=self.run_id,
+            buffer=self.buffer,
+            synchronizer=self.synchronizer,
+            monitor=self._monitor(stack, self.cfg.trainer.name),
+        )
+        stack.push_async_callback(bounded, self.trainer.close, "trainer")
+        return self.trainer
 
-    async def _build_buffer(self, stack: AsyncExitStack) -> None:
-        config = self.cfg.buffer.trainer_input.experience_buffer
-        self.buffer = await self._local(stack, ExperienceBuffer, config)
-
-    async def _build_synchronizer(self, stack: AsyncExitStack) -> None:
-        self.synchronizer = await self._local(stack, Synchronizer, self.cfg.synchronizer)
-
-    async def _build_engines(self, stack: AsyncExitStack) -> None:
+    def _attach_trainer(self) -> None:
         assert self.synchronizer is not None
         assert self.buffer is not None
-        engine = self.cfg.explorer.rollout_model
-        self.pool = EnginePool(engine_specs(self.cfg), self.run_id, engine.prepare_timeout_s)
-        stack.push_async_callback(_bounded, self.pool.close, "engines")
-        backend = "nccl" if self.cfg.cluster.trainer.gpus_per_worker else "gloo"
-        transport = WeightTransport(
-            self.cfg.synchronizer, self.pool, str(self.job_dir), self.run_id, backend
-        )
-        stack.push_async_callback(asyncio.to_thread, transport.remove_files)
-        stack.push_async_callback(_bounded, transport.teardown, "weight group")
         assert self.trainer is not None
         buffer, rows = self.buffer, self.cfg.buffer.train_batch_size
-        self.synchronizer.attach(
-            self.pool, transport, lambda: buffer.has_lease(rows), self.trainer.ensure_ranks
+        self.synchronizer.attach_trainer(
+            lambda: buffer.has_lease(rows), self.trainer.ensure_ranks, lambda: buffer.writes_blocked
         )
 
-    async def _start_engines(self) -> None:
+    def _make_engines(self, stack: AsyncExitStack) -> EnginePool:
+        engine = self.cfg.explorer.rollout_model
+        self.pool = EnginePool(engine_specs(self.cfg), self.run_id, engine.prepare_timeout_s)
+        stack.push_async_callback(bounded, self.pool.close, "engines")
+        return self.pool
+
+    def _attach_explorer(self, stack: AsyncExitStack) -> None:
         assert self.pool is not None
-        await self.pool.start()
-
-    async def _first_weights(self) -> None:
-        assert self.trainer is not None
         assert self.synchronizer is not None
-        await self.board.update(message="sending the first weights")
-        metrics = await self.synchronizer.initial_sync(self.trainer.step, self.trainer.progress)
-        log.info("first weights: version %d, %s", self.trainer.step, metrics)
+        transport = WeightTransport(
+            self.cfg.synchronizer, self.pool, str(self.job_dir), self.run_id, self._backend
+        )
+        stack.push_async_callback(asyncio.to_thread, transport.remove_files)
+        stack.push_async_callback(bounded, transport.teardown, "weight group")
+        self.synchronizer.attach_explorer(self.cfg.explorer.name, self.pool, transport)
 
-    async def _build_explorer(self, stack: AsyncExitStack) -> None:
-        assert self.buffer is not None
-        slots = self._rollout_slots()
+    @property
+    def _backend(self) -> str:
+        cluster = self.cfg.cluster
+        gpus = cluster.trainer.gpus_per_worker or cluster.rollout.gpus_per_worker
+        return "nccl" if gpus else "gloo"
+
+    async def _make_explorer(
+        self,
+        stack: AsyncExitStack,
+        role: str,
+        end_writes: Optional[Callable[[], Awaitable[None]]] = None,
+    ) -> Explorer:
+        assert self.pool is not None
         self.coordinator = RolloutCoordinator(self.cfg, self.buffer, run_id=self.run_id)
-        stack.push_async_callback(_bounded, self.coordinator.shutdown, "coordinator")
-        await self.coordinator.prepare(slots)
+        stack.push_async_callback(bounded, self.coordinator.shutdown, "coordinator")
+        await self.coordinator.prepare(self._rollout_slots())
+        load_s = self.cfg.explorer.rollout_model.prepare_timeout_s
         self.explorer = Explorer(
             self.cfg,
             self.coordinator,
             self.synchronizer,
             self.buffer,
-            self._monitor(stack, self.cfg.explorer.name),
+            self._monitor(stack, role),
+            weights=EngineWeights(self.pool, str(self.job_dir), load_s, self._backend),
+            end_writes=end_writes,
         )
         await self.explorer.prepare()
+        return self.explorer
 
     def _rollout_slots(self) -> int:
         group = self.cfg.cluster.rollout
         return group.n_workers * int(group.nthreads or 1)
 
-    # running -------------------------------------------------------------------------
-    async def _run_parts(self, reporter: Reporter) -> None:
-        assert self.trainer is not None
-        await self.board.update(message="")
-        if self._stopping:
-            await self.stop()
-        if self.explorer is None:
-            await self.trainer.train()
-            return
-        assert self.pool is not None
-        guards = {
-            asyncio.ensure_future(self.pool.wait_failed()),
-            asyncio.ensure_future(reporter.wait_failed()),
-        }
-        train = asyncio.ensure_future(self._train())
-        explore = asyncio.ensure_future(self.explorer.explore())
-        await _until_done({train, explore}, guards)
-
-    async def _train(self) -> None:
-        assert self.trainer is not None
-        assert self.explorer is not None
-        await self.trainer.train()
-        # nobody will consume further batches; the explorer only finishes its last eval
-        await self.explorer.finish()
-
-    # accounts ------------------------------------------------------------------------
+    # accounts ---------------------------------------------------------------------------
     async def _check_accounts(self) -> None:
+        """The other side may be between two steps of its books, so they get a moment."""
         accounts = await self.accounts()
+        deadline = asyncio.get_running_loop().time() + SETTLE_S
+        while accounts is not None and accounts.errors() and self._shares_books:
+            if asyncio.get_running_loop().time() > deadline:
+                break
+            await asyncio.sleep(0.1)
+            accounts = await self.accounts()
         if accounts is not None:
             await self.board.update(accounts=accounts.as_dict())
             require_balanced(accounts)
 
+    @property
+    def _shares_books(self) -> bool:
+        """Whether another run writes into the same accounts."""
+        return False
+
+    @property
+    def _books(self) -> Optional[Trainer]:
+        """The trainer whose rows are in the accounts."""
+        return self.trainer
+
     async def accounts(self) -> Any:
         """The lineage's accounts now, or None for a stage without an explorer."""
-        if self.buffer is None or self.trainer is None:
+        if self.buffer is None:
             return None
         manifests = await self.buffer.manifests()
         stats = await self.buffer.stats()
-        trainer = self.trainer
-        return lineage_accounts(manifests, stats, trainer.trained_rows, trainer.skipped_rows)
+        trainer = self._books
+        trained = (trainer.trained_rows, trainer.skipped_rows) if trainer else (0, 0)
+        return lineage_accounts(manifests, stats, *trained)
 
 
-async def _bounded(close: Any, what: str) -> None:
+async def bounded(close: Any, what: str) -> None:
     """``close()`` within its deadline; a failure is logged and the teardown goes on."""
     try:
         await asyncio.wait_for(close(), CLOSE_TIMEOUT_S)
@@ -230,7 +216,7 @@ async def _bounded(close: Any, what: str) -> None:
         log.warning("closing the %s: %s: %s", what, type(error).__name__, error)
 
 
-async def _all(*coroutines: Any) -> None:
+async def all_of(*coroutines: Any) -> None:
     """Await all; at the first error cancel the others and raise it."""
     try:
         async with asyncio.TaskGroup() as group:
@@ -240,7 +226,7 @@ async def _all(*coroutines: Any) -> None:
         raise errors.exceptions[0] from None
 
 
-async def _until_done(
+async def until_done(
     parts: Collection[asyncio.Future[Any]], guards: Collection[asyncio.Future[Any]]
 ) -> None:
     """Wait for all ``parts``; the first error (theirs or a guard's) cancels the rest."""

@@ -7,6 +7,8 @@ from typing import Any
 
 _LAZY = {
     "Synchronizer": "trinity_dask.manager.synchronizer",
+    "RemoteSynchronizer": "trinity_dask.manager.remote_sync",
+    "RunningStatus": "trinity_dask.manager.sync_state",
     "StateManager": "trinity_dask.manager.state_manager",
     "EnginePool": "trinity_dask.manager.engine_pool",
 }

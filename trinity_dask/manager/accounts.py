@@ -4,9 +4,11 @@ Invariant (checked while the run goes on and once more at its end):
 
 * runs:  scheduled = succeeded + failed + cancelled, for every committed batch;
 * rows:  produced = committed + filtered, for every committed batch;
-* rows:  committed = consumed + queued + leased, in the buffer;
-* rows:  consumed = trained + skipped (in damaged files, only with ``skip_corrupt``), over the
-  lineage (all incarnations of the job).
+* rows:  committed = consumed + dropped + queued + leased, in the buffer; dropped are those
+  that were too old, or gave way to better ones in a replay buffer;
+* rows:  consumed + reused + foreign = trained + skipped, over the lineage (all incarnations
+  of the job); reused are trainings of a replayed row after its first, foreign are expert
+  rows from a file, skipped those in damaged files (only with ``skip_corrupt``).
 
 Durable numbers come from the manifests and the trainer's checkpoint, so they hold over
 crashes; a batch that was in flight at a crash has no manifest and is simply run again.
@@ -70,19 +72,23 @@ class Accounts:
     leased: int
     trained: int
     skipped: int = 0
+    dropped: int = 0
+    reused: int = 0
+    foreign: int = 0
 
     def errors(self) -> list[str]:
         found = self.total.errors("all batches")
-        held = self.consumed + self.queued + self.leased
+        held = self.consumed + self.dropped + self.queued + self.leased
         if self.total.committed != held:
             found.append(
-                f"buffer: {self.total.committed} rows committed, but {self.consumed} consumed + "
-                f"{self.queued} queued + {self.leased} leased"
+                f"buffer: {self.total.committed} rows committed, but {self.consumed} consumed"
+                f"{_also('dropped', self.dropped)} + {self.queued} queued + {self.leased} leased"
             )
-        if self.trained + self.skipped != self.consumed:
-            skipped = f" + {self.skipped} skipped" if self.skipped else ""
+        if self.trained + self.skipped != self.consumed + self.reused + self.foreign:
             found.append(
-                f"trainer: {self.consumed} rows consumed, but {self.trained} trained{skipped}"
+                f"trainer: {self.consumed} rows consumed{_also('reused', self.reused)}"
+                f"{_also('foreign', self.foreign)}, but {self.trained} trained"
+                f"{_also('skipped', self.skipped)}"
             )
         return found
 
@@ -96,7 +102,14 @@ class Accounts:
             "leased": self.leased,
             "trained": self.trained,
             "skipped": self.skipped,
+            "dropped": self.dropped,
+            "reused": self.reused,
+            "foreign": self.foreign,
         }
+
+
+def _also(name: str, rows: int) -> str:
+    return f" + {rows} {name}" if rows else ""
 
 
 def lineage_accounts(
@@ -117,6 +130,10 @@ def lineage_accounts(
         leased=int(buffer_stats["leased_rows"]),
         trained=trained_rows,
         skipped=skipped_rows,
+        **{
+            name: int(buffer_stats.get(f"{name}_rows", 0))
+            for name in ("dropped", "reused", "foreign")
+        },
     )
 
 

@@ -18,12 +18,18 @@ def write_json(path: Path, value: Any) -> None:
 
     Raises:
         OSError: the disk is full or the directory cannot be written; ``path`` is unchanged.
+        TypeError: ``value`` is not JSON; ``path`` is unchanged.
     """
+    write_text(path, json.dumps(value, indent=1, sort_keys=True))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace ``path`` with ``text``, atomically and durably. Raises as :func:`write_json`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(value, file, indent=1, sort_keys=True)
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -62,28 +68,58 @@ def _fsync_directory(directory: Path) -> None:
 class StateManager:
     """Load and save the progress files of one job directory.
 
-    File names follow Trinity-RFT: ``<explorer>_meta.json``, ``<trainer>_meta.json``,
-    ``stage_meta.json``, ``<explorer>_server_url.txt``.
+    File names follow Trinity-RFT: ``<explorer>_meta.json`` and ``<explorer>_server_url.txt``
+    for each explorer, ``<trainer>_meta.json``, ``stage_meta.json``. Calls that take
+    ``explorer_name`` are about the manager's own explorer by default.
     """
 
     def __init__(
         self, path: str | Path, explorer_name: str = "explorer", trainer_name: str = "trainer"
     ) -> None:
         self.path = Path(path)
-        self.explorer_file = self.path / f"{explorer_name}_meta.json"
+        self.explorer_name = explorer_name
         self.trainer_file = self.path / f"{trainer_name}_meta.json"
         self.stage_file = self.path / "stage_meta.json"
-        self.server_url_file = self.path / f"{explorer_name}_server_url.txt"
 
-    def save_explorer(self, current_step: int, taskset_states: list[dict[str, Any]]) -> None:
+    # explorers ------------------------------------------------------------------------
+    @property
+    def explorer_file(self) -> Path:
+        return self._explorer_file(None)
+
+    @property
+    def server_url_file(self) -> Path:
+        return self._url_file(None)
+
+    def _explorer_file(self, name: str | None) -> Path:
+        return self.path / f"{name or self.explorer_name}_meta.json"
+
+    def _url_file(self, name: str | None) -> Path:
+        return self.path / f"{name or self.explorer_name}_server_url.txt"
+
+    def save_explorer(
+        self,
+        current_step: int,
+        taskset_states: list[dict[str, Any]],
+        explorer_name: str | None = None,
+    ) -> None:
         write_json(
-            self.explorer_file,
+            self._explorer_file(explorer_name),
             {"latest_iteration": current_step, "taskset_states": taskset_states},
         )
 
-    def load_explorer(self) -> dict[str, Any]:
-        return read_json(self.explorer_file) or {}
+    def load_explorer(self, explorer_name: str | None = None) -> dict[str, Any]:
+        return read_json(self._explorer_file(explorer_name)) or {}
 
+    def save_explorer_server_url(self, url: str, explorer_name: str | None = None) -> None:
+        write_text(self._url_file(explorer_name), url)
+
+    def load_explorer_server_url(self, explorer_name: str | None = None) -> str | None:
+        try:
+            return self._url_file(explorer_name).read_text(encoding="utf-8").strip() or None
+        except FileNotFoundError:
+            return None
+
+    # trainer and stage ----------------------------------------------------------------
     def save_trainer(self, current_step: int, sample_strategy_state: dict[str, Any]) -> None:
         write_json(
             self.trainer_file,
@@ -99,15 +135,3 @@ class StateManager:
 
     def load_stage(self) -> dict[str, Any]:
         return read_json(self.stage_file) or {}
-
-    def save_explorer_server_url(self, url: str) -> None:
-        self.server_url_file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.server_url_file.with_suffix(".tmp")
-        temporary.write_text(url, encoding="utf-8")
-        os.replace(temporary, self.server_url_file)
-
-    def load_explorer_server_url(self) -> str | None:
-        try:
-            return self.server_url_file.read_text(encoding="utf-8").strip() or None
-        except FileNotFoundError:
-            return None

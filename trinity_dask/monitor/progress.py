@@ -8,7 +8,8 @@ wants to know, so an idle run prints nothing.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -21,6 +22,22 @@ from rich.text import Text
 MODES = ("auto", "live", "plain", "off")
 STYLES = {"failed": "bold red", "interrupted": "yellow", "done": "bold green"}
 Status = Mapping[str, Any]
+RUNNERS_SHOWN = 8
+# of a runner's state; what is not here was set by the workflow itself
+RUNNER_FIELDS = frozenset(
+    [
+        "runner_id",
+        "worker",
+        "workflow_id",
+        "model_version",
+        "repeat_cnt",
+        "begin_time",
+        "terminate_time",
+        "running_time",
+        "abandoned_threads",
+        "loop_lag_s",
+    ]
+)
 
 
 class Progress:
@@ -109,6 +126,8 @@ def panel(status: Status) -> Group:
     for name, value in [*figures(status), *counters(status)]:
         grid.add_row(Text(name, style="dim"), Text(value))
     rows: list[Any] = [title, bar_line, grid]
+    if status.get("runners"):
+        rows.append(runner_table(status["runners"]))
     if status.get("message"):
         rows.append(Text(str(status["message"]), style=STYLES.get(state, "")))
     return Group(*rows)
@@ -132,8 +151,29 @@ def figures(status: Status) -> list[tuple[str, str]]:
 
 def counters(status: Status) -> list[tuple[str, str]]:
     """Name and text of the accounts, failures and workers that are not empty."""
-    names = ("accounts", "failures", "workers")
+    names = ("accounts", "failures", "workers", "late_workers")
     return [(name, counts_text(status[name])) for name in names if status.get(name)]
+
+
+def runner_table(runners: Sequence[Mapping[str, Any]]) -> Table:
+    """What the runners do that have been at it longest: one line each."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    names = ("runner", "worker", "task", "version", "runs", "for", "state")
+    for name in names:
+        table.add_column(name, no_wrap=True)
+    for state in runners[:RUNNERS_SHOWN]:
+        own = {k: v for k, v in state.items() if k not in RUNNER_FIELDS}
+        since = state.get("begin_time")
+        table.add_row(
+            number(state.get("runner_id")),
+            str(state.get("worker") or "-"),
+            str(state.get("workflow_id") or "-"),
+            number(state.get("model_version")),
+            number(state.get("repeat_cnt")),
+            duration(None if since is None else max(time.time() - since, 0.0)),
+            Text(counts_text(own), overflow="ellipsis"),
+        )
+    return table
 
 
 def counts_text(counts: Any) -> str:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trinity_dask.monitor.history import load_metrics, stage_files
-from trinity_dask.monitor.scores import headline_scores
+from trinity_dask.monitor.scores import bench_scores, headline_scores
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -64,6 +64,23 @@ def before_after(frame: pd.DataFrame) -> list[Change]:
         for name in headline_scores(frame.columns)
         if (change := _change(frame[frame["stage"] == stage], stage, name)) is not None
     ]
+
+
+def bench_table(job_dir: str | Path) -> Table | None:
+    """One row per stage and benchmarked step, one column per score; None without any."""
+    frame = load_metrics(job_dir)
+    names = bench_scores(str(name) for name in frame.columns)
+    if not names:
+        return None
+    table = Table(title="benchmark", title_justify="left")
+    for column in ("stage", "step", *names):
+        table.add_column(
+            column.removeprefix("bench/"), justify="left" if column == "stage" else "right"
+        )
+    for _, row in frame[frame["role"] == "benchmark"].iterrows():
+        scores = [f"{row[name]:.3f}" if row[name] == row[name] else "-" for name in names]
+        table.add_row(str(row["stage"]) or "-", str(int(row["step"])), *scores)
+    return table
 
 
 def _change(frame: pd.DataFrame, stage: str, name: str) -> Change | None:

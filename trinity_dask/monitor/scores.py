@@ -20,6 +20,11 @@ def eval_scores(names: Iterable[str]) -> list[str]:
     return [name for name in names if name.startswith("eval/") and not BOOKKEEPING.search(name)]
 
 
+def bench_scores(names: Iterable[str]) -> list[str]:
+    """The benchmark metrics that score answers, in the given order."""
+    return [name for name in names if name.startswith("bench/") and not BOOKKEEPING.search(name)]
+
+
 def rewards(names: Iterable[str]) -> list[str]:
     """The sampled reward, if it was logged."""
     return [REWARD] if REWARD in names else []

@@ -73,11 +73,9 @@ def _follow(run: Run, interrupts: _Interrupts, progress: Any) -> dict[str, Any]:
 
 
 def _finish(run: Run, status: dict[str, Any], interrupts: _Interrupts) -> int:
-    from trinity_dask.monitor.report import build_report, print_report
-
     code = _exit_code(run, status)
     if status.get("stage") or code == EXIT_DONE:  # a run that never began has nothing to show
-        print_report(build_report(run.base_dir))
+        _print_results(run)
     if status.get("accounts"):
         print("accounts: " + ", ".join(f"{k} {v}" for k, v in status["accounts"].items()))
     if code == EXIT_DONE and status.get("message"):
@@ -87,6 +85,21 @@ def _finish(run: Run, status: dict[str, Any], interrupts: _Interrupts) -> int:
     if code == EXIT_FAILED and status.get("stage"):
         print(f"logs: {run.base_dir}/log; the same command resumes", file=sys.stderr)
     return code
+
+
+def _print_results(run: Run) -> None:
+    """What a benchmark found, or else what the job did and where everything is."""
+    from rich.console import Console
+
+    from trinity_dask.monitor.report import bench_table, build_report, print_report
+
+    if run.cfg.mode != "bench":
+        print_report(build_report(run.base_dir))
+        return
+    table = bench_table(run.base_dir)
+    if table is not None:
+        Console(highlight=False).print(table)
+    print(f"results: {run.base_dir}/**/benchmark_meta.json")
 
 
 def _exit_code(run: Run, status: dict[str, Any]) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 from trinity_dask.config.errors import ConfigError, raise_if
 from trinity_dask.config.schema import Config, TasksetConfig
 from trinity_dask.config.stages import split_stages
+from trinity_dask.config.taskset_checks import train_tasksets
 
 
 def check_names(config: Config) -> None:
@@ -60,7 +61,8 @@ def _stage_problems(stage: Config) -> Iterator[str]:
         return
     yield from _operator_problems(stage)
     source = stage.buffer.explorer_input
-    yield from _taskset_problems("buffer.explorer_input.taskset", source.taskset, stage)
+    for key, taskset in train_tasksets(stage):
+        yield from _taskset_problems(key, taskset, stage)
     for index, taskset in enumerate(source.eval_tasksets):
         key = f"buffer.explorer_input.eval_tasksets.{index}"
         yield from _taskset_problems(key, taskset, stage)

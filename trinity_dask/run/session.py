@@ -10,7 +10,6 @@ import logging
 import os
 import socket
 import threading
-import time
 import uuid
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Optional
@@ -20,10 +19,12 @@ from trinity_dask.cluster.build import RunCluster, open_cluster
 from trinity_dask.cluster.rpc import ActorHandle, ActorLost, call
 from trinity_dask.cluster.slots import CONTROL
 from trinity_dask.config import Config, resolve, split_stages, validate
-from trinity_dask.launcher.job_lock import wait_unlocked
+from trinity_dask.launcher.job_lock import claims_of, wait_unlocked
 from trinity_dask.launcher.job_state import finished_message
 from trinity_dask.launcher.launcher import Launcher
 from trinity_dask.launcher.status import FINAL_STATES
+from trinity_dask.run import joining
+from trinity_dask.run.joining import CALL_TIMEOUT_S, PUBLISHED, ClusterBusy
 from trinity_dask.run.names import check_names, check_start_model
 
 if TYPE_CHECKING:
@@ -32,9 +33,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("trinity_dask.run")
 
-PUBLISHED = "trinity-dask/"
+__all__ = ["ClusterBusy", "Run", "RunFailed"]
+
 POLL_S = 2.0  # one long-poll of the launcher's status
-CALL_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 120.0
 MAX_RELAUNCHES = 2
@@ -43,10 +44,6 @@ MAX_UNANSWERED = 10  # polls of CALL_TIMEOUT_S each
 
 class RunFailed(RuntimeError):
     """The run ended in state ``failed``; the message is the run's own."""
-
-
-class ClusterBusy(RuntimeError):
-    """Another live run holds the cluster; slot labels are the cluster's, not a run's."""
 
 
 class Run:
@@ -68,6 +65,7 @@ class Run:
         self._client: Optional[Client] = client
         self._ref: Optional[ActorRef] = None
         self._handle: Optional[ActorHandle] = None
+        self._announced: Optional[Client] = None  # the client of this run's entry
         self._owner = True
         self._relaunches = 0
         self._status: dict[str, Any] = {"state": "starting", "version": 0, "message": ""}
@@ -175,7 +173,7 @@ class Run:
         from distributed import Client
 
         client = Client(address, set_as_default=False)
-        entries = _published(client)
+        entries = [e for e in joining.entries(client) if e["handle"] is not None]
         found = [e for e in entries if name is None or name in (e["run_id"], e["name"])]
         if not found:
             known = ", ".join(e["run_id"] for e in entries) or "none"
@@ -204,21 +202,26 @@ class Run:
             self._launch()
         except BaseException as error:
             self.error = error
+            if self._cluster is None and self._announced is not None:
+                self._withdraw(self._announced)
             self._end("failed", f"{type(error).__name__}: {error}")
             return
         self._watch_guarded()
 
     def _open(self) -> None:
-        wait_unlocked(self.base_dir)
+        wait_unlocked(self.base_dir, claims=claims_of(self.stages))
         if self._given_client is None and self.cfg.cluster.type == "local":
             check_start_model(self.stages)
-        if self._given_client is not None:
-            _require_free(self._given_client)
         self._set(message="starting the cluster")
-        self._cluster = open_cluster(self.cfg, self._given_client)
+        self._cluster = open_cluster(self.cfg, self._given_client, self._announce, self.run_id)
         self._client = self._cluster.client
-        if self._given_client is None and self.cfg.cluster.type == "address":
-            _require_free(self._client)
+
+    def _announce(self, client: Client) -> None:
+        """Enter this run on a cluster that is not its own, before it takes any worker."""
+        joining.announce(client, self.cfg, self.run_id, self.base_dir)
+        self._announced = client
+        for stage in self.stages:
+            stage.cluster.rollout.first_index = self.cfg.cluster.rollout.first_index
 
     def _launch(self) -> None:
         assert self._client is not None
@@ -289,17 +292,13 @@ class Run:
     def _publish(self) -> None:
         assert self._client is not None
         assert self._ref is not None
-        entry = {
-            "run_id": self.run_id,
-            "name": self.cfg.name,
-            "handle": self._handle,
-            "config": self.cfg,
-            "started": time.time(),
-        }
         self._client.publish_dataset(
-            **{PUBLISHED + self.run_id: entry, f"{PUBLISHED}{self.run_id}/actor": self._ref.future},
-            override=True,
+            **{f"{PUBLISHED}{self.run_id}/actor": self._ref.future}, override=True
         )
+        if self._announced is None:
+            joining.announce(self._client, self.cfg, self.run_id, self.base_dir)
+        self._announced = self._client
+        joining.publish(self._client, self.run_id, handle=self._handle)
 
     def _set(self, **changes: Any) -> None:
         with self._changed:
@@ -315,39 +314,25 @@ class Run:
             self._changed.notify_all()
 
     def _release(self) -> None:
-        if self._owner and self._client is not None and self._ref is not None:
-            self._unpublish()
+        if self._owner and self._announced is not None:
+            self._withdraw(self._announced)
         if self._cluster is not None:
             self._cluster.close()
             self._cluster = None
         elif not self._owner and self._client is not None:
             self._client.close()
 
-    def _unpublish(self) -> None:
-        assert self._client is not None
-        assert self._ref is not None
+    def _withdraw(self, client: Client) -> None:
+        """Leave the cluster; to the last run of a job falls what they had in common."""
+        self._announced = None
+        if client.status != "running":  # the entry of a driver that is gone counts for nothing
+            return
         try:
-            for suffix in ("", "/actor"):
-                self._client.unpublish_dataset(f"{PUBLISHED}{self.run_id}{suffix}")
-            stop_actor(self._ref)
+            if self._ref is not None:
+                stop_actor(self._ref)
+            with joining.exclusive(client):
+                joining.withdraw(client, self.run_id)
+                if self._cluster is not None:
+                    self._cluster.shared = bool(joining.live_entries(client))
         except Exception as error:
             log.info("the run's entry was not removed from the scheduler: %s", error)
-
-
-def _require_free(client: Client) -> None:
-    """Raise :class:`ClusterBusy` when a live run is on the cluster; forget dead ones."""
-    for entry in _published(client):
-        try:
-            status = call(client, entry["handle"], "status", timeout=CALL_TIMEOUT_S)
-        except (ActorLost, TimeoutError):
-            status = {"state": "failed"}
-        if status["state"] not in FINAL_STATES:
-            raise ClusterBusy(
-                f"run {entry['run_id']} is live on this cluster ({status['state']}); wait for "
-                "it, stop it (Run.attach(...).stop()), or use another cluster"
-            )
-
-
-def _published(client: Client) -> list[dict[str, Any]]:
-    names = [n for n in client.list_datasets() if str(n).startswith(PUBLISHED)]
-    return [client.get_dataset(n) for n in names if not str(n).endswith("/actor")]

@@ -1,0 +1,123 @@
+"""Sharded ranks on real workers: the same training as one rank that holds everything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from trainer_actor import TrainerHost
+from trainer_support import grpo_config, save_tiny_model
+
+from trinity_dask.cluster import RunCluster, call, open_cluster, start_actor, stop_actor
+from trinity_dask.config.schema import Config, GroupConfig, LoraConfig, OptimizerConfig
+from trinity_dask.trainer.checkpoint import complete_checkpoints
+
+WAIT_S = 240.0
+SIZES = [6, 7, 1, 8]  # in the third step one of two ranks has no row
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunCluster]:
+    cfg = Config(mode="train", job_dir=str(tmp_path_factory.mktemp("cluster")))
+    cfg.cluster.dashboard_address = None
+    cfg.cluster.trainer = GroupConfig(n_workers=2, nthreads=4)
+    with open_cluster(cfg) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def train(cluster: RunCluster, cfg: Config, name: str, kill=None, sizes=SIZES) -> dict:
+    host = start_actor(cluster.client, TrainerHost, slot="control", key=name, timeout=WAIT_S)
+    try:
+        arguments = (cfg, f"run-{name}", sizes, kill)
+        return call(cluster.client, host.handle, "train", *arguments, timeout=WAIT_S)
+    finally:
+        stop_actor(host)
+
+
+def config(job_dir: Path, model_path: str, ranks: int, strategy: str = "fsdp2") -> Config:
+    cfg = grpo_config(
+        job_dir, model_path, max_checkpoints_to_keep=0, micro_batch_tokens=40, logits_mb=0
+    )
+    cfg.cluster.trainer = GroupConfig(n_workers=ranks, nthreads=4)
+    cfg.trainer.parallel.strategy = strategy
+    return cfg
+
+
+def last(cfg: Config) -> Path:
+    return complete_checkpoints(str(cfg.job_dir))[-1]
+
+
+def weights(cfg: Config) -> dict[str, torch.Tensor]:
+    return load_file(last(cfg) / "actor" / "model.safetensors")
+
+
+def test_fault_31_shards_have_the_loss_and_the_gradient_of_one_rank(
+    cluster: RunCluster, tmp_path: Path, model_path: str
+) -> None:
+    """One SGD step: the weights move by the clipped gradient, so they tell it."""
+    found = {}
+    for name, ranks in (("one", 1), ("two", 2)):
+        cfg = config(tmp_path / name, model_path, ranks, "fsdp2" if ranks > 1 else "ddp")
+        cfg.algorithm.optimizer = OptimizerConfig(optimizer_type="sgd", lr=1.0, weight_decay=0.0)
+        result = train(cluster, cfg, f"grad-{name}", sizes=[7])
+        found[name] = result["metrics"][1], weights(cfg)
+    (expected, moved), (got, same) = found["one"], found["two"]
+    for key in ("actor/final_loss", "actor/grad_norm", "actor/ppo_kl"):
+        assert got[key] == pytest.approx(expected[key], abs=1e-6, rel=1e-6)
+    assert expected["actor/grad_norm"] > 0.1
+    start = load_file(Path(model_path) / "model.safetensors")
+    for name, value in moved.items():
+        assert same[name].shape == value.shape
+        torch.testing.assert_close(same[name], value, atol=1e-6, rtol=0)
+    assert max(float((moved[n] - start[n]).abs().max()) for n in moved) > 1e-3
+
+
+def test_a_killed_rank_comes_back_and_other_numbers_of_ranks_go_on(
+    cluster: RunCluster, tmp_path: Path, model_path: str
+) -> None:
+    quiet = config(tmp_path / "quiet", model_path, 2)
+    expected = train(cluster, quiet, "quiet")
+    assert expected["restarts"] == 0
+
+    # rank 1 dies after step 3, one step after the checkpoint
+    lossy = config(tmp_path / "lossy", model_path, 2)
+    got = train(cluster, lossy, "lossy", kill=(3, 1))
+    assert got["restarts"] == 1
+    assert got["moved"] == [1]
+    for name, value in weights(quiet).items():
+        torch.testing.assert_close(weights(lossy)[name], value, atol=0, rtol=0)
+    exported = json.loads((last(lossy) / "huggingface" / "config.json").read_text())
+    assert exported["architectures"] == ["Qwen2ForCausalLM"]
+
+    # the checkpoint of two ranks' shards, continued by one rank that holds everything
+    alone = config(tmp_path / "quiet", model_path, 1, "ddp")
+    alone.trainer.total_steps = len(SIZES)
+    again = train(cluster, alone, "alone", sizes=[])
+    assert again["result"]["step"] == len(SIZES)
+
+
+def test_a_sharded_policy_with_an_adapter(
+    cluster: RunCluster, tmp_path: Path, model_path: str
+) -> None:
+    found = []
+    for name, ranks in (("one", 1), ("two", 2)):
+        cfg = config(tmp_path / name, model_path, ranks, "fsdp2" if ranks > 1 else "ddp")
+        cfg.model.lora = LoraConfig(rank=4, alpha=8.0)
+        cfg.algorithm.kl_loss_fn = "k2"  # the reference is the base under the adapter
+        cfg.algorithm.kl_loss_fn_args = {"kl_coef": 0.1}
+        cfg.trainer.offload = True
+        train(cluster, cfg, f"lora-{name}", sizes=[7, 6])
+        found.append(load_file(last(cfg) / "actor/lora_adapter/adapter_model.safetensors"))
+    assert any(float(v.abs().max()) > 0 for n, v in found[0].items() if "lora_B" in n)
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, atol=1e-4, rtol=1e-3)

@@ -1,0 +1,111 @@
+"""Modes ``colocate`` and ``bench`` as a user runs them, over one small job."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_refusals import run
+
+from trinity_dask.monitor.history import load_metrics
+
+NAME = "name=job"
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished job of 60 supervised steps and 4 GRPO steps, trained colocated."""
+    root = tmp_path_factory.mktemp("modes")
+    done = run(root, NAME, "stages.1.mode=colocate", "trainer.max_checkpoints_to_keep=0")
+    assert done.returncode == 0, done.stderr[-2000:]
+    return root / "trinity-dask" / "job"
+
+
+def contents(job: Path) -> dict[str, bytes]:
+    """What belongs to the job itself, not to logs, metrics or a benchmark."""
+    skip = ("log/", "monitor/", "benchmark_", "bench.lock")
+    names = {str(p.relative_to(job)): p for p in job.rglob("*") if p.is_file()}
+    return {n: p.read_bytes() for n, p in names.items() if not any(s in n for s in skip)}
+
+
+def results(job: Path, stage: str) -> dict[str, dict[str, float]]:
+    return json.loads((job / stage / "benchmark_meta.json").read_text())["results"]
+
+
+def test_colocate_trains_over_shared_memory(job: Path) -> None:
+    config = (job / "grpo" / "config.yaml").read_text()
+    assert "sync_method: memory" in config
+    assert "gpu_memory_utilization: 0.25" in config
+    frame = load_metrics(job / "grpo")
+    assert frame["explorer/model_version"].max() == 4.0
+
+
+@pytest.mark.timeout(600)
+def test_bench_evaluates_every_checkpoint_and_changes_nothing(job: Path) -> None:
+    before = contents(job)
+    done = bench(job)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert contents(job) == before
+    assert list(results(job, "sft")) == ["0", "60"]
+    assert list(results(job, "grpo")) == ["0", "2", "4"]
+    frame = load_metrics(job / "grpo")
+    logged = frame[frame["role"] == "benchmark"].set_index("step")["bench/heldout/reward/mean@1"]
+    evals = frame.dropna(subset=["eval/heldout/reward/mean@1"]).set_index("step")
+    # the same weights on the same greedy tasks: what the run itself had found
+    assert list(logged) == list(evals["eval/heldout/reward/mean@1"])
+    assert "heldout/reward/mean@1" in done.stdout
+    _a_killed_benchmark_goes_on(job)
+    _the_newest_alone(job)
+
+
+def _a_killed_benchmark_goes_on(job: Path) -> None:
+    whole = results(job, "grpo")
+    path = job / "grpo" / "benchmark_meta.json"
+    meta = json.loads(path.read_text())
+    del meta["results"]["4"]
+    path.write_text(json.dumps(meta))
+    assert bench(job).returncode == 0
+    found = results(job, "grpo")
+    assert scores(found) == scores(whole)
+    assert found["2"] == whole["2"]  # times included: it was not measured again
+    assert found["4"] != whole["4"]
+
+
+def _the_newest_alone(job: Path) -> None:
+    for stage in ("sft", "grpo"):
+        (job / stage / "benchmark_meta.json").unlink()
+    done = bench(job, "explorer.bench_on_latest_checkpoint=true")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert list(results(job, "grpo")) == ["4"]
+
+
+def scores(found: dict[str, dict[str, float]]) -> dict[str, float]:
+    return {step: metrics["bench/heldout/reward/mean@1"] for step, metrics in found.items()}
+
+
+def bench(job: Path, *overrides: str) -> Any:
+    return run(job.parents[1], NAME, "mode=bench", *overrides)
+
+
+def test_a_benchmark_of_nothing_is_refused(tmp_path: Path) -> None:
+    done = run(tmp_path, "name=never", "mode=bench")
+    assert done.returncode == 2
+    assert "mode=bench evaluates the checkpoints of a job" in done.stderr
+    assert not (tmp_path / "trinity-dask" / "never").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["stages.1.mode=serve"], "mode=serve is not there yet"),
+        (["stages.1.mode=colocate", "cluster.rollout.n_workers=2"], "colocate shares one device"),
+    ],
+)
+def test_what_a_mode_cannot_do_is_refused(
+    tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    done = run(tmp_path, *overrides)
+    assert done.returncode == 2
+    assert message in done.stderr

@@ -1,0 +1,192 @@
+"""Explorers and a trainer as runs of their own, on one scheduler, found by the run's name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed import Client, LocalCluster
+
+import trinity_dask
+from trinity_dask.buffer.store import ExperienceStore
+from trinity_dask.config import Config
+from trinity_dask.demo.sort_digits import prepare
+from trinity_dask.run import Run, RunFailed
+
+WAIT_S = 240.0
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    with LocalCluster(
+        n_workers=4, threads_per_worker=4, dashboard_address="127.0.0.1:0", memory_limit=0
+    ) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with random weights, and what it is asked."""
+    path = tmp_path_factory.mktemp("data")
+    prepare(Config(), dir=str(path), n_digits=2, n_train=32, n_eval=8)
+    return path
+
+
+class Job:
+    """Runs of one name on one cluster."""
+
+    def __init__(self, address: str, root: Path, data: Path) -> None:
+        self.address, self.root, self.data = address, root, data
+
+    def run(self, *overrides: str) -> Run:
+        cfg = trinity_dask.load_config(
+            "+experiment=sort_task",
+            "engine=torch",
+            "cluster=address",
+            f"cluster.address={self.address}",
+            f"checkpoint_root_dir={self.root}",
+            "name=x",
+            "prepare=null",
+            f"prepare_args.dir={self.data}",
+            "algorithm.repeat_times=4",
+            "buffer.batch_size=4",
+            f"buffer.total_steps={STEPS}",
+            "explorer.eval_interval=0",
+            "explorer.eval_on_startup=false",
+            "synchronizer.sync_timeout_s=600",
+            "monitor.sinks=[jsonl]",
+            *overrides,
+        )
+        return Run(cfg).start()
+
+    def manifests(self) -> list[Any]:
+        return ExperienceStore(f"{self.root}/trinity-dask/x/buffer/experience").manifests()
+
+
+@pytest.fixture
+def job(cluster: LocalCluster, tmp_path: Path, data: Path) -> Job:
+    return Job(cluster.scheduler_address, tmp_path, data)
+
+
+def wait_until(run: Run, what: str, ready: Any) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not ready(run.status):
+        assert time.monotonic() < deadline, f"no {what}: {run.status}"
+        assert run.state not in ("failed", "interrupted"), run.status
+        run.wait_for_change(int(run.status["version"]), 5.0)
+
+
+@pytest.mark.timeout(600)
+def test_a_trainer_and_an_explorer_find_each_other(job: Job, cluster: LocalCluster) -> None:
+    trainer = job.run("mode=train")
+    explorer = job.run("mode=explore")
+    ends = [run.wait(timeout=WAIT_S) for run in (trainer, explorer)]
+    assert [end["state"] for end in ends] == ["done", "done"], ends
+    assert ends[0]["step"] == ends[1]["explorer_step"] == ends[1]["model_version"] == STEPS
+    for end in ends:  # both sides close the same books
+        assert end["accounts"]["trained"] == end["accounts"]["committed"] == STEPS * 16
+    assert "heldout" in ends[1]["eval"]  # of the final weights
+    assert [m.batch_id for m in job.manifests()] == [1, 2, 3]
+    # the same commands say that there is nothing left to do
+    for mode in ("train", "explore"):
+        assert "is finished already" in job.run(f"mode={mode}").wait(timeout=60)["message"]
+    for run in (trainer, explorer):
+        run.close()
+    with Client(cluster) as client:  # the last one to leave has cleaned up
+        workers = client.scheduler_info(n_workers=-1)["workers"].values()
+        assert not any(n for worker in workers for n in worker["resources"].values())
+        assert not list(client.list_datasets())
+
+
+@pytest.mark.timeout(600)
+def test_two_explorers_feed_one_trainer(job: Job) -> None:
+    memory = "synchronizer=memory"
+    trainer = job.run("mode=train", memory)
+    explorers = [job.run("mode=explore", memory, f"explorer.name=explorer{i}") for i in (1, 2)]
+    for run in (trainer, *explorers):
+        assert run.wait(timeout=WAIT_S)["state"] == "done", run.status
+    manifests = job.manifests()
+    names = [f"{step}@explorer{i}" for i in (1, 2) for step in range(1, STEPS + 1)]
+    assert sorted(m.batch_id for m in manifests) == sorted(names)
+    store = ExperienceStore(f"{job.root}/trinity-dask/x/buffer/experience")
+    rows = store.read([m.ref() for m in manifests]).select(["batch", "task", "run"]).to_pylist()
+    assert len({tuple(row.values()) for row in rows}) == len(rows) == 2 * STEPS * 16
+    accounts = trainer.status["accounts"]
+    assert accounts["trained"] == accounts["committed"] == len(rows)
+    # each samples on engines of its own
+    firsts = {run.cfg.cluster.rollout.first_index for run in explorers}
+    assert firsts == {0, 1}
+    for run in (trainer, *explorers):
+        run.close()
+
+
+@pytest.mark.timeout(600)
+def test_nccl_serves_one_explorer_and_says_so(job: Job) -> None:
+    runs = [job.run("mode=train", "buffer.total_steps=2000")]
+    runs += [job.run("mode=explore", "buffer.total_steps=2000", "explorer.name=first")]
+    wait_until(runs[1], "start", lambda s: s.get("explorer_step"))
+    second = job.run("mode=explore", "buffer.total_steps=2000", "explorer.name=second")
+    with pytest.raises(RunFailed, match=r"nccl serves one explorer.*use checkpoint or memory"):
+        second.wait(timeout=WAIT_S)
+    twin = job.run("mode=explore", "buffer.total_steps=2000", "explorer.name=first")
+    with pytest.raises(RunFailed, match="in use by another run as 'first'"):
+        twin.wait(timeout=WAIT_S)
+    assert [run.state for run in runs] == ["running", "running"]
+    # a stop of one side stops the other, with the state saved; the same commands go on
+    runs[0].stop("a test")
+    for run in runs:
+        assert run.wait(timeout=WAIT_S)["state"] == "interrupted", run.status
+    assert "trainer was interrupted" in runs[1].status["message"]
+    steps = runs[0].status["step"]
+    for run in (*runs, second, twin):
+        run.close()
+    total = f"buffer.total_steps={steps + 2}"
+    again = [job.run("mode=train", total), job.run("mode=explore", total, "explorer.name=first")]
+    for run in again:
+        assert run.wait(timeout=WAIT_S)["state"] == "done", run.status
+        run.close()
+    ids = [m.batch_id for m in job.manifests()]
+    assert sorted(ids, key=lambda b: int(b.split("@")[0])) == [
+        f"{step}@first" for step in range(1, steps + 3)
+    ]
+
+
+@pytest.mark.timeout(600)
+def test_fault_01_one_side_fails_and_the_other_ends_with_its_reason(
+    job: Job, tmp_path: Path
+) -> None:
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text("def raises(response, truth, **_):\n    raise KeyError('no such column')\n")
+    trainer = job.run("mode=train")
+    explorer = job.run(
+        "mode=explore",
+        f"buffer.explorer_input.taskset.reward_fn={rewards}:raises",
+        "explorer.max_retry_times=0",
+    )
+    with pytest.raises(RunFailed, match=r"no run of batch 1 succeeded.*no such column"):
+        explorer.wait(timeout=WAIT_S)
+    with pytest.raises(RunFailed, match=r"explorer 'explorer' of x failed.*no such column"):
+        trainer.wait(timeout=60)
+    for run in (explorer, trainer):
+        run.close()
+
+
+@pytest.mark.timeout(600)
+def test_sides_that_do_not_fit_or_do_not_come_are_told(job: Job) -> None:
+    alone = job.run("mode=explore", "synchronizer.peer_timeout_s=3")
+    with pytest.raises(RunFailed, match=r"no trainer of .*/x was ready.*start one with mode=train"):
+        alone.wait(timeout=WAIT_S)
+    alone.close()
+    trainer = job.run("mode=train")
+    wait_until(trainer, "trainer", lambda s: "waiting for an explorer" in s.get("message", ""))
+    other = job.run("mode=explore", "synchronizer.sync_interval=2")
+    with pytest.raises(RunFailed, match=r"synchronizer.sync_interval=2 here, 1 there"):
+        other.wait(timeout=WAIT_S)
+    trainer.stop("a test")
+    assert trainer.wait(timeout=WAIT_S)["state"] == "interrupted"
+    for run in (other, trainer):
+        run.close()

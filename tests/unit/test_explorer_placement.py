@@ -1,0 +1,113 @@
+"""Where sub-tasks go, on engines that only exist in time.
+
+Invariant: the clock is simulated, so the numbers are exact and the machine does not matter.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from trinity_dask.explorer.places import Places
+from trinity_dask.explorer.schedule_policy import Cancel, SchedulePolicy, Submit
+from trinity_dask.explorer.scheduler_state import SchedulerState
+from trinity_dask.explorer.status import Outcome, Status
+from trinity_dask.workflows import Task
+
+Latency = Callable[[int, float], float]  # place, load when it starts -> seconds
+
+
+class Simulation:
+    """Engines with a latency of their own, driven by the scheduler's instructions."""
+
+    def __init__(self, slots: int, latency: Latency, n_engines: int) -> None:
+        self.state = SchedulerState(SchedulePolicy(batch_timeout_s=1e9, attempt_timeout_s=1e8))
+        self.latency = latency
+        self.now = 0.0
+        self.ends: list[tuple[float, int, float]] = []
+        for index in range(n_engines):
+            self.follow(self.state.place_up(f"engine-{index}", slots, 0.0))
+
+    def follow(self, instructions) -> None:
+        for submit in instructions:
+            assert not isinstance(submit, Cancel)
+            if isinstance(submit, Submit):
+                place = self.state.places[submit.place]
+                seconds = self.latency(int(submit.place[7:]), len(place.running))
+                heapq.heappush(self.ends, (self.now + seconds, submit.attempt_id, seconds))
+
+    def schedule(self, batch: int, n: int) -> None:
+        self.follow(self.state.schedule(batch, [Task("w")] * n, self.now))
+
+    def turn(self) -> None:
+        """Until the next thing happens."""
+        due = self.state.next_deadline()
+        assert due is not None
+        if self.ends and self.ends[0][0] <= due:
+            self.now, attempt, seconds = heapq.heappop(self.ends)
+            outcome = Outcome(Status(1, 1, [{}]), (), seconds)
+            self.follow(self.state.finished(attempt, outcome, b"", self.now))
+        else:
+            self.now = due
+            self.follow(self.state.tick(due))
+
+    def run(self, batch: int, n: int) -> float:
+        """Seconds that a batch of ``n`` sub-tasks takes."""
+        started = self.now
+        self.schedule(batch, n)
+        while not self.state.batches[batch].complete:
+            self.turn()
+        self.state.drain(batch)
+        return self.now - started
+
+
+def ideal(n: int, slots: int, seconds: list[float]) -> float:
+    """The shortest time in which engines that need ``seconds`` each can end ``n`` sub-tasks."""
+    times = sorted(k * s for s in seconds for k in range(1, n + 1))
+    return next(t for t in times if slots * sum(int(t / s + 1e-9) for s in seconds) >= n)
+
+
+@pytest.mark.parametrize("slots", [1, 4, 16])
+@pytest.mark.parametrize("n", [8, 20, 40, 64, 100])
+@pytest.mark.parametrize("speeds", [[1.0, 3.0], [1.0, 1.0, 3.0], [1.0, 3.0, 3.0], [1.0, 2.0]])
+def test_engines_of_unequal_speed_finish_a_batch_together(slots, n, speeds):
+    simulation = Simulation(slots, lambda place, load: speeds[place], len(speeds))
+    simulation.run(0, 4 * slots * len(speeds))  # the speeds are learned
+    for batch in (1, 2, 3):
+        assert simulation.run(batch, n) <= 1.15 * ideal(n, slots, speeds)
+
+
+@pytest.mark.parametrize(("slots", "n"), [(1, 32), (4, 64), (4, 128)])
+def test_the_first_batch_already_is_close_to_the_ideal(slots, n):
+    simulation = Simulation(slots, lambda place, load: (1.0, 3.0)[place], 2)
+    assert simulation.run(0, n) <= 1.15 * ideal(n, slots, [1.0, 3.0])
+
+
+def test_engines_that_slow_down_under_load_share_equally():
+    simulation = Simulation(64, lambda place, load: 1 + load / 8, 4)
+    simulation.run(0, 256)
+    simulation.schedule(1, 64)
+    running = [len(place.running) for place in simulation.state.places]
+    assert max(running) - min(running) <= 1
+
+
+def test_the_noise_of_long_tailed_latencies_leaves_no_engine_idle():
+    draws = np.random.default_rng(0)
+    sigma = np.log(10) / 2.326  # median 1 s, 99th percentile 10 s
+    simulation = Simulation(16, lambda place, load: float(draws.lognormal(0, sigma)), 4)
+    simulation.schedule(0, 400)
+    busy = 0.0
+    while len(simulation.state.pending) > 64:
+        before = simulation.now
+        in_use = simulation.state.busy
+        simulation.turn()
+        busy += in_use * (simulation.now - before)
+    assert busy / (64 * simulation.now) > 0.99
+
+
+def test_a_place_has_lanes():
+    with pytest.raises(ValueError, match="has 0 lanes"):
+        Places().up("engine-0", 0, "rollout")

@@ -1,0 +1,105 @@
+"""Wherever a run is cut off, the resumed one reads the tasks that it would have read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from trinity_dask.config.schema import Config, TasksetConfig
+from trinity_dask.explorer.batches import (
+    refill_id,
+    signature,
+    step_of,
+    train_batch_id,
+)
+from trinity_dask.explorer.task_stream import TaskStream
+from trinity_dask.explorer.taskset_reader import TasksetReader
+
+ROWS, BATCH, STEPS, WINDOW = 7, 2, 9, 2  # epochs end inside of batches
+
+
+@pytest.fixture(scope="module")
+def cfg(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    path = tmp_path_factory.mktemp("tasks") / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(ROWS)))
+    config = Config(mode="explore")
+    config.buffer.batch_size = BATCH
+    config.buffer.total_steps = STEPS
+    config.explorer.max_inflight_batches = WINDOW
+    taskset = TasksetConfig(path=str(path), workflow="simple_workflow")
+    taskset.data_selector.selector_type = "shuffle"
+    config.buffer.explorer_input.taskset = taskset
+    return config
+
+
+async def explore(
+    stream: TaskStream, first: int, last_commit: int, refills: set[int]
+) -> tuple[dict[int, list[int]], dict[int, dict[str, Any]]]:
+    """Read ahead as the explorer does; returns what was read for each step, refills
+    included, and what was stored with each commit."""
+    read: dict[int, list[int]] = {}
+    stored: dict[int, dict[str, Any]] = {}
+    waiting: list[int] = []
+    step = first
+    while True:
+        tasks = await stream.read(step) if step <= STEPS else None
+        if tasks is not None:
+            read[step] = [t.index["index"] for t in tasks]
+            waiting.append(step)
+            step += 1
+        if len(waiting) == WINDOW or tasks is None:
+            if not waiting:
+                return read, stored
+            done = waiting.pop(0)
+            if done in refills:
+                read[done] += [t.index["index"] for t in await stream.read_more()]
+            stored[done] = json.loads(json.dumps(stream.state_at(done)))
+            if done == last_commit:
+                return read, stored
+
+
+@settings(deadline=None, max_examples=30, suppress_health_check=list(HealthCheck))
+@given(
+    cuts=st.lists(st.integers(1, STEPS), max_size=3, unique=True),
+    refills=st.sets(st.integers(1, STEPS)),
+)
+def test_fault_35_the_tasks_of_every_step_are_those_of_an_uninterrupted_run(
+    cfg: Config, cuts: list[int], refills: set[int]
+) -> None:
+    async def main() -> None:
+        whole, _ = await explore(TaskStream(TasksetReader(cfg)), 1, STEPS, refills)
+        found: dict[int, list[int]] = {}
+        stored: dict[int, dict[str, Any]] = {}
+        last = 0
+        for cut in [*sorted(cuts), STEPS]:
+            if cut == last:
+                continue
+            stream = TaskStream(TasksetReader(cfg))
+            if last:
+                stream.load(stored[last], [(s, stored[s]) for s in sorted(stored)[-WINDOW:]])
+            read, new = await explore(stream, last + 1, cut, refills)
+            stored |= new
+            found |= {step: tasks for step, tasks in read.items() if step <= cut}
+            last = cut
+        assert found == whole
+
+    asyncio.run(main())
+
+
+def test_names_of_batches() -> None:
+    assert signature("both", "any") is None
+    assert signature("explore", "explorer") is None
+    assert signature("explore", "explorer1") == "explorer1"
+    assert train_batch_id(12, None) == 12
+    assert train_batch_id(12, "a@b") == "12@a@b"
+    assert refill_id(12, 1) == "12+1"
+    assert refill_id("12@e", 2) == "12+2@e"
+    assert step_of(12, None) == 12
+    assert step_of("12@e", "e") == 12
+    assert [step_of(b, "e") for b in (12, "12@f", "12+1@e", "eval", "12")] == [None] * 5
+    assert [step_of(b, None) for b in ("12@e", "12+1", "name")] == [None] * 3

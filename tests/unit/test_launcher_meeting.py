@@ -1,0 +1,126 @@
+"""The meeting of the runs of one job, and the locks on its directory."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from trinity_dask.buffer.experience_buffer import ExperienceBuffer
+from trinity_dask.config.schema import Config
+from trinity_dask.launcher.job_lock import JobInUse, JobLock, claims_of, is_locked
+from trinity_dask.launcher.meeting import TRAINER, CannotJoin, Meeting, PeerLost
+from trinity_dask.launcher.peers import End, end_of
+from trinity_dask.manager.synchronizer import Synchronizer
+
+
+def config(job: Path, mode: str = "explore", name: str = "explorer") -> Config:
+    cfg = Config(mode=mode, job_dir=str(job))
+    cfg.explorer.name = name
+    cfg.buffer.trainer_input.experience_buffer.path = str(job / "store")
+    return cfg
+
+
+def meeting(job: Path) -> Meeting:
+    cfg = config(job)
+    buffer = ExperienceBuffer(cfg.buffer.trainer_input.experience_buffer)
+    return Meeting(cfg, (buffer, Synchronizer(cfg.synchronizer, str(job))), ())
+
+
+def test_members_have_names_of_their_own_and_settings_in_common(tmp_path: Path) -> None:
+    async def main() -> None:
+        met = meeting(tmp_path)
+        met.add(config(tmp_path, "train"), TRAINER)
+        met.add(config(tmp_path), "explorer1")
+        with pytest.raises(CannotJoin, match=r"'explorer1' of .* is there already"):
+            met.add(config(tmp_path), "explorer1")
+        other = config(tmp_path)
+        other.synchronizer.sync_interval = 3
+        with pytest.raises(CannotJoin, match="sync_interval=3 here, 1 there"):
+            met.add(other, "explorer2")
+
+    asyncio.run(main())
+
+
+def test_writes_end_with_the_last_explorer(tmp_path: Path) -> None:
+    async def main() -> None:
+        met = meeting(tmp_path)
+        await met.buffer.prepare()
+        met.add(config(tmp_path, "train"), TRAINER)
+        met.add(config(tmp_path), "a")
+        met.add(config(tmp_path), "b")
+        await met.writes_end("a")
+        assert not (await met.buffer.stats())["closed"]
+        await met.leave("b", End("failed", "its reason"))
+        assert (await met.buffer.stats())["closed"]
+
+    asyncio.run(main())
+
+
+def test_the_worst_end_of_the_explorers_is_told_and_only_when_all_have_ended(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        met = meeting(tmp_path)
+        met.add(config(tmp_path, "train"), TRAINER)
+        for name in ("a", "b"):
+            met.add(config(tmp_path), name)
+        told = asyncio.ensure_future(met.wait_explorers_end())
+        await met.leave("a", End("failed", "its reason"))
+        await asyncio.sleep(0)
+        assert not told.done()
+        assert not met.ending
+        await met.leave("b", End("done"))
+        assert await told == ("a", End("failed", "its reason"))
+        assert met.ending
+
+    asyncio.run(main())
+
+
+def test_fault_01_every_wait_for_the_other_side_ends_and_says_what_to_do(tmp_path: Path) -> None:
+    async def main() -> None:
+        met = meeting(tmp_path)
+        met.add(config(tmp_path), "a")
+        with pytest.raises(PeerLost, match=r"no trainer of .*; start one with mode=train"):
+            await met.wait_trainer(0.05)
+        met.add(config(tmp_path, "train"), TRAINER)
+        waiting = asyncio.ensure_future(met.wait_trainer(60.0))
+        await asyncio.sleep(0)
+        await met.leave(TRAINER, End("failed", "out of memory"))
+        with pytest.raises(PeerLost, match="failed: out of memory"):
+            await waiting
+        assert (await met.wait_trainer_end()).outcome == "failed"
+
+    asyncio.run(main())
+
+
+def test_ends() -> None:
+    assert end_of(None, stopping=False) == End("done")
+    assert end_of(None, stopping=True) == End("interrupted")
+    assert end_of(asyncio.CancelledError(), stopping=False) == End("interrupted")
+    assert end_of(ValueError("x"), stopping=True) == End("failed", "ValueError: x")
+
+
+def test_a_whole_run_a_trainer_an_explorer_and_a_benchmark(tmp_path: Path) -> None:
+    whole, train = [config(tmp_path, "both")], [config(tmp_path, "train")]
+    one, two = [config(tmp_path, name="a")], [config(tmp_path, name="b")]
+    bench = [config(tmp_path, "bench")]
+
+    async def main() -> None:
+        async with (
+            JobLock(tmp_path, claims=claims_of(train)),
+            JobLock(tmp_path, 0.0, claims=claims_of(one)),
+            JobLock(tmp_path, 0.0, claims=claims_of(two)),
+            JobLock(tmp_path, 0.0, claims=claims_of(bench)),
+        ):
+            for taken in (whole, train, one, bench):
+                assert is_locked(tmp_path, claims_of(taken))
+                with pytest.raises(JobInUse, match="is in use by another run"):
+                    async with JobLock(tmp_path, 0.0, claims=claims_of(taken)):
+                        pass
+        async with JobLock(tmp_path, 0.0, claims=claims_of(whole)):
+            assert is_locked(tmp_path, claims_of(train))
+            assert not is_locked(tmp_path, claims_of(bench))
+
+    asyncio.run(main())

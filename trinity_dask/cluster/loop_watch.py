@@ -1,0 +1,172 @@
+"""How late an event loop runs, and the end of user code that will not let go of it.
+
+Invariant: user code that holds the main thread's event loop beyond its deadline is
+interrupted, nothing else ever is; the interruption is raised inside the user's frames, never
+in those of Dask or of the engine. Watching needs no cooperation of the loop: a thread looks
+whether the loop still beats.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Optional
+
+log = logging.getLogger("trinity_dask.loop")
+
+BEAT_S = 0.1
+LOOK_S = 0.25
+WARN_S = 1.0
+KEEP = 4096  # beats remembered, about seven minutes
+# code that never awaits stops its whole worker; no deadline is worth more than this
+MAX_BLOCK_S = 120.0
+STACK_CHARS = 3000
+SIGNAL = signal.SIGUSR2
+
+
+class Interrupted(BaseException):
+    """Raised in user code whose time is up. Not an ``Exception``: user code lets it pass."""
+
+
+@dataclass(eq=False)
+class UserCode:
+    """A piece of user code that runs on the event loop, and when it has to end."""
+
+    what: str
+    deadline: Optional[float]  # monotonic clock; None = never
+
+
+_current: contextvars.ContextVar[Optional[UserCode]] = contextvars.ContextVar(
+    "trinity_user_code", default=None
+)
+_active: set[UserCode] = set()
+_watches: dict[int, LoopWatch] = {}
+
+
+def user_task(
+    work: Coroutine[Any, Any, Any], deadline: Optional[float], what: str
+) -> asyncio.Task[Any]:
+    """``work`` as a task that is interrupted if it blocks the loop beyond ``deadline``.
+
+    The mark is inherited by every task that the code starts. An interrupted task ends with
+    :class:`Interrupted`.
+    """
+    code = UserCode(what, deadline)
+    context = contextvars.copy_context()
+    context.run(_current.set, code)
+    task = asyncio.get_running_loop().create_task(work, context=context)
+    _active.add(code)
+    task.add_done_callback(lambda _: _active.discard(code))
+    return task
+
+
+def in_user_code() -> bool:
+    """Whether the caller is a workflow or reward that runs on the event loop."""
+    return _current.get() is not None
+
+
+def current_watch() -> Optional[LoopWatch]:
+    """The watch of the running event loop."""
+    return _watches.get(id(asyncio.get_running_loop()))
+
+
+class LoopWatch:
+    """Watches the event loop it is started on."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._lags: deque[tuple[float, float]] = deque(maxlen=KEEP)
+        self._beat = time.monotonic()
+        self._timer: Optional[asyncio.TimerHandle] = None
+        self._stopped = threading.Event()
+        self._loop_thread = threading.get_ident()
+        self._can_interrupt = False
+
+    # on the loop ------------------------------------------------------------------------
+    def start(self) -> None:
+        """Begin; where the loop runs in the main thread, user code can be interrupted."""
+        loop = asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(SIGNAL, self._on_signal)
+            self._can_interrupt = True
+        _watches[id(loop)] = self
+        self._beat = time.monotonic()
+        self._timer = loop.call_later(BEAT_S, self._on_beat)
+        threading.Thread(target=self._look, name="trinity-loop-watch", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        if self._timer is not None:
+            self._timer.cancel()
+        for key in [key for key, watch in _watches.items() if watch is self]:
+            del _watches[key]
+
+    def _on_beat(self) -> None:
+        now = time.monotonic()
+        lag = max(now - self._beat - BEAT_S, 0.0)
+        self._lags.append((now, lag))
+        if lag > WARN_S:
+            log.warning("the event loop of %s was held up for %.1f s", self.name, lag)
+        self._beat = now
+        self._timer = asyncio.get_running_loop().call_later(BEAT_S, self._on_beat)
+
+    def max_lag_s(self, window_s: float) -> float:
+        """The longest delay in the last ``window_s`` seconds, a present one included."""
+        now = time.monotonic()
+        longest = max(now - self._beat - BEAT_S, 0.0)
+        for when, lag in reversed(self._lags):
+            if when < now - window_s:
+                break
+            longest = max(longest, lag)
+        return longest
+
+    # in the thread ----------------------------------------------------------------------
+    def _look(self) -> None:
+        told = 0.0
+        while not self._stopped.wait(LOOK_S):
+            beat = self._beat
+            blocked_s = time.monotonic() - beat
+            if blocked_s <= WARN_S:
+                continue
+            if beat != told:
+                told = beat
+                self._tell(blocked_s)
+            if self._can_interrupt and self._someone_is_late(blocked_s):
+                signal.pthread_kill(self._loop_thread, SIGNAL)
+
+    def _tell(self, blocked_s: float) -> None:
+        frame = sys._current_frames().get(self._loop_thread)
+        stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+        log.warning(
+            "the event loop of %s has been held up for %.1f s by:\n%s",
+            self.name,
+            blocked_s,
+            stack[-STACK_CHARS:],
+        )
+
+    @staticmethod
+    def _someone_is_late(blocked_s: float) -> bool:
+        now = time.monotonic()
+        codes = tuple(_active)
+        return any(_late(code, blocked_s, now) for code in codes)
+
+    def _on_signal(self, number: int, frame: Optional[FrameType]) -> None:
+        """In the main thread, inside whatever it is executing right now."""
+        code, now = _current.get(), time.monotonic()
+        if code is not None and _late(code, now - self._beat, now):
+            raise Interrupted(code.what)
+
+
+def _late(code: UserCode, blocked_s: float, now: float) -> bool:
+    return blocked_s > MAX_BLOCK_S or (code.deadline is not None and now > code.deadline)

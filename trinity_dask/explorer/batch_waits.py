@@ -1,0 +1,58 @@
+"""Waiting for batches.
+
+Invariant: a waiter is woken when anything of the scheduler moved, and ends at its deadline,
+or with the scheduler's failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Optional
+
+from trinity_dask.explorer.scheduler_state import SchedulerState
+from trinity_dask.explorer.tasks import BatchId
+
+
+class BatchWaits:
+    """``failure`` is why no result will come any more, or None."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self.failure: Optional[BaseException] = None
+        self._state = state
+        self._moved = asyncio.Condition()
+
+    def complete(self, batch_id: BatchId) -> bool:
+        batch = self._state.batches.get(batch_id)
+        return batch is None or batch.complete
+
+    def enough(self, batch_id: BatchId, min_num: Optional[int]) -> bool:
+        """Whether ``min_num`` tasks (None: never) of the batch are finished."""
+        batch = self._state.batches.get(batch_id)
+        return min_num is not None and batch is not None and batch.emitted >= min_num
+
+    async def wait(
+        self, batch_id: BatchId, min_num: Optional[int], deadline: Optional[float]
+    ) -> bool:
+        """Until complete, ``min_num`` tasks are there, or the deadline; whether complete."""
+
+        def moved() -> bool:
+            done = self.complete(batch_id) or self.enough(batch_id, min_num)
+            return done or self.failure is not None
+
+        left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+        try:
+            async with asyncio.timeout(left), self._moved:
+                await self._moved.wait_for(moved)
+        except TimeoutError:
+            pass  # the caller looks at what there is
+        self.require_working()
+        return self.complete(batch_id)
+
+    def require_working(self) -> None:
+        if self.failure is not None:
+            raise RuntimeError(f"rollouts cannot be collected: {self.failure}") from self.failure
+
+    async def notify(self) -> None:
+        async with self._moved:
+            self._moved.notify_all()

@@ -1,0 +1,165 @@
+"""Runs that share one Dask scheduler: which of them may, and which engines each one has.
+
+Invariant: a run announces itself on the scheduler before it takes any worker, under a lock, so
+two drivers never take the same slot. Only the trainer and the explorers of one job share a
+cluster; every other run has it for itself. Entries of dead runs are removed by the next one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Optional
+
+from trinity_dask.cluster.rpc import ActorLost, call
+from trinity_dask.config import Config, modes
+from trinity_dask.launcher.status import FINAL_STATES
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+log = logging.getLogger("trinity_dask.run")
+
+PUBLISHED = "trinity-dask/"
+LOCK_TIMEOUT_S = 60.0
+CALL_TIMEOUT_S = 30.0
+
+Entry = dict[str, Any]
+
+
+class ClusterBusy(RuntimeError):
+    """Another live run holds the cluster; slot labels are the cluster's, not a run's."""
+
+
+@contextmanager
+def exclusive(client: Client) -> Iterator[None]:
+    """One driver at a time looks at the entries and changes them.
+
+    Raises:
+        TimeoutError: another driver holds the lock for too long.
+    """
+    from distributed import Lock
+
+    with client.as_current():
+        lock = Lock(PUBLISHED + "join")
+        if not lock.acquire(timeout=LOCK_TIMEOUT_S):
+            raise TimeoutError(
+                f"another run is joining or leaving this cluster for more than {LOCK_TIMEOUT_S:g} s"
+            )
+        try:
+            yield
+        finally:
+            lock.release()
+
+
+def announce(client: Client, cfg: Config, run_id: str, base_dir: str) -> None:
+    """Enter this run, and choose its engines (``cluster.rollout.first_index``).
+
+    Raises:
+        ClusterBusy: a live run is there that this one cannot join.
+    """
+    with exclusive(client):
+        live = live_entries(client, but=run_id)
+        for entry in live:
+            _require_joinable(cfg, base_dir, entry)
+        engines = _free_engines(cfg, live)
+        if live or modes.meets(cfg.mode):
+            cfg.cluster.rollout.first_index = engines.start
+        entry = {
+            "run_id": run_id,
+            "name": cfg.name,
+            "base_dir": base_dir,
+            "member": member_of(cfg),
+            "engines": (engines.start, engines.stop),
+            "client": client.id,
+            "handle": None,
+            "config": cfg,
+            "started": time.time(),
+        }
+        client.publish_dataset(**{PUBLISHED + run_id: entry}, override=True)
+
+
+def publish(client: Client, run_id: str, **values: Any) -> None:
+    """Add ``values`` to this run's entry."""
+    entry = {**client.get_dataset(PUBLISHED + run_id), **values}
+    client.publish_dataset(**{PUBLISHED + run_id: entry}, override=True)
+
+
+def withdraw(client: Client, run_id: str) -> None:
+    """Remove this run's entry and what keeps its launcher alive."""
+    names = client.list_datasets()
+    for name in (PUBLISHED + run_id, f"{PUBLISHED}{run_id}/actor"):
+        if name in names:
+            client.unpublish_dataset(name)
+
+
+def entries(client: Client) -> list[Entry]:
+    """Every run that announced itself and did not withdraw, dead ones included."""
+    names = [n for n in client.list_datasets() if str(n).startswith(PUBLISHED)]
+    return [client.get_dataset(n) for n in names if not str(n).endswith("/actor")]
+
+
+def live_entries(client: Client, but: str = "") -> list[Entry]:
+    """Entries of runs that are at work, without run ``but``; the others are removed."""
+    live = []
+    for entry in entries(client):
+        if entry["run_id"] == but:
+            continue
+        state = _state(client, entry)
+        if state is None:
+            withdraw(client, entry["run_id"])
+        else:
+            live.append({**entry, "state": state})
+    return live
+
+
+def _state(client: Client, entry: Entry) -> Optional[str]:
+    """The state of a live run, or None."""
+    if entry["handle"] is None:  # not launched yet; it lives as long as its driver
+        known = client.run_on_scheduler(_clients)
+        return "starting" if entry["client"] in known else None
+    try:
+        status = call(client, entry["handle"], "status", timeout=CALL_TIMEOUT_S)
+    except (ActorLost, TimeoutError):
+        return None
+    return None if status["state"] in FINAL_STATES else str(status["state"])
+
+
+def _clients(dask_scheduler: Any) -> list[str]:
+    return list(dask_scheduler.clients)
+
+
+def member_of(cfg: Config) -> Optional[str]:
+    """Which part of a job a run is: ``"trainer"``, an explorer's name, or None for all of it."""
+    if cfg.stages or not cfg.synchronizer.peer_timeout_s or not modes.meets(cfg.mode):
+        return None
+    return "trainer" if cfg.mode == "train" else cfg.explorer.name
+
+
+def _require_joinable(cfg: Config, base_dir: str, entry: Entry) -> None:
+    mine, theirs = member_of(cfg), entry["member"]
+    if mine is not None and theirs is not None and entry["base_dir"] == base_dir:
+        if mine != theirs:
+            return
+        raise ClusterBusy(
+            f"{mine!r} of {base_dir} is live on this cluster already (run {entry['run_id']}); "
+            "another explorer needs a name of its own, as explorer.name=explorer2"
+        )
+    raise ClusterBusy(
+        f"run {entry['run_id']} is live on this cluster ({entry['state']}); wait for "
+        "it, stop it (Run.attach(...).stop()), or use another cluster. Only mode=train and "
+        "mode=explore runs of one name share a cluster"
+    )
+
+
+def _free_engines(cfg: Config, live: list[Entry]) -> range:
+    """The first gap between the engines of other runs that is wide enough."""
+    wanted = cfg.cluster.rollout.n_workers if modes.samples(cfg.mode) or cfg.stages else 0
+    taken = sorted(tuple(entry["engines"]) for entry in live)
+    start = 0
+    for first, last in taken:
+        if last > first and start + wanted > first and last > start:
+            start = last
+    return range(start, start + wanted)
