@@ -57,7 +57,6 @@ def test_bench_evaluates_every_checkpoint_and_changes_nothing(job: Path) -> None
     assert list(logged) == list(evals["eval/heldout/reward/mean@1"])
     assert "heldout/reward/mean@1" in done.stdout
     _a_killed_benchmark_goes_on(job)
-    _the_newest_alone(job)
 
 
 def _a_killed_benchmark_goes_on(job: Path) -> None:
@@ -73,14 +72,6 @@ def _a_killed_benchmark_goes_on(job: Path) -> None:
     assert found["4"] != whole["4"]
 
 
-def _the_newest_alone(job: Path) -> None:
-    for stage in ("sft", "grpo"):
-        (job / stage / "benchmark_meta.json").unlink()
-    done = bench(job, "explorer.bench_on_latest_checkpoint=true")
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert list(results(job, "grpo")) == ["4"]
-
-
 def scores(found: dict[str, dict[str, float]]) -> dict[str, float]:
     return {step: metrics["bench/heldout/reward/mean@1"] for step, metrics in found.items()}
 
@@ -94,18 +85,3 @@ def test_a_benchmark_of_nothing_is_refused(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "mode=bench evaluates the checkpoints of a job" in done.stderr
     assert not (tmp_path / "trinity-dask" / "never").exists()
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["stages.1.mode=serve"], "mode=serve is not there yet"),
-        (["stages.1.mode=colocate", "cluster.rollout.n_workers=2"], "colocate shares one device"),
-    ],
-)
-def test_what_a_mode_cannot_do_is_refused(
-    tmp_path: Path, overrides: list[str], message: str
-) -> None:
-    done = run(tmp_path, *overrides)
-    assert done.returncode == 2
-    assert message in done.stderr

@@ -41,6 +41,7 @@ class Job:
 
     def __init__(self, address: str, root: Path, data: Path) -> None:
         self.address, self.root, self.data = address, root, data
+        self.runs: list[Run] = []
 
     def run(self, *overrides: str) -> Run:
         cfg = trinity_dask.load_config(
@@ -61,15 +62,23 @@ class Job:
             "monitor.sinks=[jsonl]",
             *overrides,
         )
-        return Run(cfg).start()
+        run = Run(cfg)
+        self.runs.append(run)
+        return run.start()
+
+    def close(self) -> None:
+        for run in self.runs:
+            run.close()
 
     def manifests(self) -> list[Any]:
         return ExperienceStore(f"{self.root}/trinity-dask/x/buffer/experience").manifests()
 
 
 @pytest.fixture
-def job(cluster: LocalCluster, tmp_path: Path, data: Path) -> Job:
-    return Job(cluster.scheduler_address, tmp_path, data)
+def job(cluster: LocalCluster, tmp_path: Path, data: Path) -> Iterator[Job]:
+    found = Job(cluster.scheduler_address, tmp_path, data)
+    yield found
+    found.close()
 
 
 def wait_until(run: Run, what: str, ready: Any) -> None:

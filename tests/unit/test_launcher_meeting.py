@@ -66,6 +66,7 @@ def test_the_worst_end_of_the_explorers_is_told_and_only_when_all_have_ended(
         met.add(config(tmp_path, "train"), TRAINER)
         for name in ("a", "b"):
             met.add(config(tmp_path), name)
+            met.started(name)
         told = asyncio.ensure_future(met.wait_explorers_end())
         await met.leave("a", End("failed", "its reason"))
         await asyncio.sleep(0)
@@ -74,6 +75,21 @@ def test_the_worst_end_of_the_explorers_is_told_and_only_when_all_have_ended(
         await met.leave("b", End("done"))
         assert await told == ("a", End("failed", "its reason"))
         assert met.ending
+
+    asyncio.run(main())
+
+
+def test_an_explorer_that_was_refused_does_not_count(tmp_path: Path) -> None:
+    async def main() -> None:
+        met = meeting(tmp_path)
+        met.add(config(tmp_path, "train"), TRAINER)
+        met.add(config(tmp_path), "a")
+        met.started("a")
+        met.add(config(tmp_path), "b")
+        await met.leave("b", End("failed", "no engine left"))
+        assert list(met.explorers) == ["a"]
+        await met.leave("a", End("done"))
+        assert await met.wait_explorers_end() == ("a", End("done"))
 
     asyncio.run(main())
 

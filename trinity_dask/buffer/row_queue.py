@@ -51,7 +51,7 @@ class Done:
 
     def _add_step(self, batch_id: str) -> None:
         step = step_number(batch_id)
-        if step is not None:
+        if step is not None and step not in self.steps:  # another explorer's may be there
             self.steps.add(step, step + 1)
 
     def __bool__(self) -> bool:

@@ -143,7 +143,8 @@ def _rollout_args(args: RolloutArgs, model: ModelConfig) -> None:
 
 
 def _trainer(config: Config) -> None:
-    if config.trainer.total_steps is None and config.mode == "train":
+    alone = config.mode == "train" and not config.synchronizer.peer_timeout_s
+    if config.trainer.total_steps is None and alone:  # else the explorers say when it ends
         config.trainer.total_steps = config.buffer.total_steps
     store = config.buffer.trainer_input.experience_buffer
     if store.path is None and store.storage_type == "store":

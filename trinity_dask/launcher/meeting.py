@@ -95,6 +95,7 @@ class Meeting:
         self._owner = ""
         self._writing: set[str] = set()
         self._present: set[str] = set()
+        self._started = {TRAINER}
         self._changed = asyncio.Condition()
 
     @classmethod
@@ -139,6 +140,8 @@ class Meeting:
     async def leave(self, member: str, end: End) -> None:
         """``member`` is gone; the last one takes the shared parts with it."""
         await self.ended(member, end)
+        if member not in self._started and len(self.explorers) > 1:
+            self.members.pop(member, None)  # it was refused, or failed before it did anything
         await self.writes_end(member)
         self._present.discard(member)
         if not self._present:
@@ -147,6 +150,10 @@ class Meeting:
             for ref in self._refs:
                 await release_actor(ref)
         await self._notify()
+
+    def started(self, member: str) -> None:
+        """``member`` explores; from now on its end matters to the others."""
+        self._started.add(member)
 
     async def ended(self, member: str, end: End) -> None:
         """``member`` has ended its work (the first word counts); it may still answer calls."""

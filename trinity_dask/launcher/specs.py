@@ -54,11 +54,11 @@ def stage_model_path(cfg: Config, previous: Optional[Config]) -> str:
 
 
 def config_file(cfg: Config) -> Path:
-    """Where the resolved configuration of a run is kept: the job's own is not written over by
-    an explorer that joins it, or by a benchmark."""
+    """Where the resolved configuration of a run is kept: an explorer that joins a job, and a
+    benchmark of it, do not write over the job's own."""
     directory = Path(str(cfg.job_dir))
     if cfg.mode == "bench":
         return directory / "benchmark_config.yaml"
-    if cfg.mode == "explore" and (directory / "config.yaml").is_file():
+    if cfg.mode == "explore":
         return directory / f"{cfg.explorer.name}_config.yaml"
     return directory / "config.yaml"

@@ -71,7 +71,7 @@ class StageRunner:
         """Run the stage to its end. Raises the first error of any part."""
         self.job_dir.mkdir(parents=True, exist_ok=True)
         self.cfg.model.model_path = stage_model_path(self.cfg, self.previous)
-        await asyncio.to_thread(save_config, self.cfg, config_file(self.cfg))
+        await asyncio.to_thread(self._save_config)
         async with AsyncExitStack() as stack:
             await self._build(stack)
             reporter = Reporter(self, self.board)
@@ -82,6 +82,12 @@ class StageRunner:
             await self._run_parts(reporter)
             await reporter.refresh()
             await self._check_accounts()
+
+    def _save_config(self) -> None:
+        save_config(self.cfg, config_file(self.cfg))
+        alone = self.cfg.mode == "explore" and not self.cfg.synchronizer.peer_timeout_s
+        if alone and not (self.job_dir / "config.yaml").exists():
+            save_config(self.cfg, self.job_dir / "config.yaml")
 
     async def stop(self) -> None:
         """End after the current train step, with the state saved."""

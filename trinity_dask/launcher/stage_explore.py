@@ -55,6 +55,7 @@ class ExploreStage(StageRunner):
         self.buffer, self.synchronizer = meeting.buffer, meeting.synchronizer
         pool = self._make_engines(stack)
         self._attach_explorer(stack)
+        stack.push_async_callback(self.synchronizer.explorer_stopped, name)
         message = "starting engines"
         if meeting.trainer is None:
             message += f", waiting for the trainer of {self.cfg.name}"
@@ -63,6 +64,7 @@ class ExploreStage(StageRunner):
         await self.board.update(message="taking the first weights")
         await self.synchronizer.admit(name)
         await self._make_explorer(stack, name, partial(meeting.writes_end, name))
+        meeting.started(name)
 
     async def _leave(
         self,
@@ -71,8 +73,6 @@ class ExploreStage(StageRunner):
         error: Optional[BaseException],
         trace: Optional[TracebackType],
     ) -> None:
-        assert self.synchronizer is not None
-        await self.synchronizer.explorer_stopped(self.cfg.explorer.name)
         await meeting.leave(self.cfg.explorer.name, end_of(error, self._stopping))
 
     async def _run_parts(self, reporter: Reporter) -> None:
