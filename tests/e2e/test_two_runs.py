@@ -12,6 +12,7 @@ from distributed import Client, LocalCluster
 
 import trinity_dask
 from trinity_dask.buffer.store import ExperienceStore
+from trinity_dask.cli import main as cli
 from trinity_dask.config import Config
 from trinity_dask.demo.sort_digits import prepare
 from trinity_dask.run import Run, RunFailed
@@ -146,7 +147,7 @@ def test_nccl_serves_one_explorer_and_says_so(job: Job) -> None:
         twin.wait(timeout=WAIT_S)
     assert [run.state for run in runs] == ["running", "running"]
     # a stop of one side stops the other, with the state saved; the same commands go on
-    runs[0].stop("a test")
+    assert cli(["stop", job.address, "--name", runs[0].run_id]) == 0
     for run in runs:
         assert run.wait(timeout=WAIT_S)["state"] == "interrupted", run.status
     assert "trainer was interrupted" in runs[1].status["message"]

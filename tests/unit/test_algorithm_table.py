@@ -16,16 +16,18 @@ from trinity_dask.algorithm import (
     Registry,
     resolve_algorithm,
 )
-from trinity_dask.algorithm.aggregate import ALL_MODES
-from trinity_dask.algorithm.policy_losses import PPOLoss, SFTLoss
+from trinity_dask.algorithm.aggregate import ALL_MODES, Denominator
+from trinity_dask.algorithm.policy_losses import PolicyLoss, PPOLoss, SFTLoss
 from trinity_dask.algorithm.rollout_correction import (
     CORRECTION_MODES,
     FILTERS,
     RolloutCorrection,
 )
 from trinity_dask.config import algorithms
+from trinity_dask.config.derive import resolve_config
 from trinity_dask.config.limits import CHOICES
-from trinity_dask.config.schema import AlgorithmConfig, RolloutCorrectionConfig
+from trinity_dask.config.schema import AlgorithmConfig, Config, RolloutCorrectionConfig
+from trinity_dask.workflows.loading import load_callable
 
 ROOT = Path(__file__).parents[2]
 
@@ -188,7 +190,7 @@ def test_what_is_needed_follows_from_the_functions():
     assert spec(advantage_fn="remax").needs_greedy_baseline
     assert spec(advantage_fn="jsd").uses_teacher
     assert spec(policy_loss_fn="jsd").uses_teacher
-    assert spec(policy_loss_fn="dpo", kl_loss_fn="none").uses_reference
+    assert spec(algorithm_type="dpo", kl_loss_fn="none").uses_reference
     assert spec(rollout_correction={"dppo_delta": 0.2}).needs >= {"advantages"}
     assert spec(entropy_loss_fn="mix").needs >= {"expert_mask"}
     penalised = spec(advantage_fn="rloo", kl_loss_fn="none", kl_penalty_fn="k1")
@@ -251,6 +253,42 @@ def test_fault_40_a_misspelt_argument_of_any_function_is_refused(key, name, typo
         resolve_algorithm({"algorithm_type": "grpo", key: name, f"{key}_args": {typo: 1}})
 
 
+@pytest.mark.parametrize(
+    ("cfg", "message"),
+    [
+        ({"policy_loss_fn_args": {"clip_range": None}}, "clip_range=null of .*'ppo' must be a num"),
+        ({"policy_loss_fn_args": {"clip_range": "big"}}, "clip_range='big' of"),
+        ({"policy_loss_fn_args": {"clip_range_low": "a"}}, "must be a number or null"),
+        ({"policy_loss_fn_args": {"clip_range_high": float("nan")}}, "clip_range_high=nan"),
+        ({"policy_loss_fn": "jsd", "policy_loss_fn_args": {"chunk_size": 1.5}}, "a whole number"),
+        ({"advantage_fn_args": {"epsilon": None}}, "epsilon=null of advantage_fn 'grpo'"),
+        ({"kl_loss_fn_args": {"kl_coef": None}}, "kl_coef=null of kl_loss_fn 'k2'"),
+        ({"entropy_loss_fn_args": {"entropy_coef": True}}, "entropy_coef=True"),
+        ({"policy_loss_fn": "dpo"}, "'dpo' compares preference pairs.*algorithm_type=dpo"),
+    ],
+)
+def test_fault_40_a_value_that_no_function_can_take_is_refused(cfg, message):
+    with pytest.raises(ValueError, match=message):
+        resolve_algorithm({"algorithm_type": "grpo", **cfg})
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("staleness_control", {"max_stalenes": 1}, "did you mean 'max_staleness'"),
+        ("staleness_control", {"max_staleness": -1}, "must be >= 0"),
+        ("staleness_control", {"max_staleness": "old"}, "a number or null"),
+        ("mix", {"expert_data_ratio": 1.5}, "between 0 and 1"),
+        ("mix", {"cfg": 1}, "unknown argument 'cfg'"),
+        ("default", {"expert_data_ratio": 0.5}, "allowed: whole_groups"),
+    ],
+)
+def test_fault_40_arguments_of_a_sample_strategy_are_checked(name, args, message):
+    cfg = {"algorithm_type": "grpo", "sample_strategy": name, "sample_strategy_args": args}
+    with pytest.raises(ValueError, match=message):
+        resolve_algorithm(cfg)
+
+
 def half(logprob, action_mask, advantages, scale=0.5):
     """A user's loss that is a plain function."""
     return -scale * (logprob * advantages * action_mask).sum(), {}
@@ -289,6 +327,77 @@ def test_plain_functions_by_path():
     assert not grouped.advantage_in_trainer
     with pytest.raises(ValueError, match="advantages"):
         spec.policy_loss(logprob=one, action_mask=one > 0)
+
+
+def masked_mean(logprob, old_logprob, action_mask, advantages):
+    """A user's loss that knows nothing of the mini-batch."""
+    losses = -advantages * torch.exp(logprob - old_logprob)
+    loss = (losses * action_mask).sum() / action_mask.sum()
+    return loss, {"mine": loss.detach(), "one": 1.0}
+
+
+class MeanLoss(PolicyLoss):
+    """The same as a class that forgot its denominator."""
+
+    def __call__(self, *, logprob, old_logprob, action_mask, advantages, **_):
+        return masked_mean(logprob, old_logprob, action_mask, advantages)
+
+
+@pytest.mark.parametrize("name", ["masked_mean", "MeanLoss"])
+def test_fault_31_a_loss_without_a_denominator_is_a_mean_over_the_mini_batch(name):
+    loss_fn = resolve_algorithm(
+        {"algorithm_type": "grpo", "policy_loss_fn": f"{__name__}:{name}"}
+    ).policy_loss
+    generator = torch.Generator().manual_seed(0)
+    logprob, old, advantages = torch.randn(3, 6, 5, generator=generator)
+    logprob.requires_grad_()
+    mask = torch.rand(6, 5, generator=generator) > 0.4
+    mask[4:] = False  # the last part has no token at all
+
+    def part(rows):
+        return loss_fn(
+            logprob=logprob[rows],
+            old_logprob=old[rows],
+            action_mask=mask[rows],
+            advantages=advantages[rows],
+            denominator=Denominator.count(mask),
+        )
+
+    expected, _ = masked_mean(logprob, old, mask, advantages)
+    parts = [part(rows) for rows in (slice(0, 1), slice(1, 4), slice(4, 6))]
+    total = torch.stack([loss for loss, _ in parts]).sum()
+    torch.testing.assert_close(total, expected)
+    (got,) = torch.autograd.grad(total, logprob, retain_graph=True)
+    torch.testing.assert_close(got, torch.autograd.grad(expected, logprob)[0])
+    assert sum(float(m["mine"]) for _, m in parts) == pytest.approx(float(expected.detach()))
+    assert sum(float(m["one"]) for _, m in parts) == pytest.approx(1.0)
+
+
+def test_a_function_in_a_file_is_loaded_once_by_its_path(tmp_path, monkeypatch):
+    (tmp_path / "mylib.py").write_text(
+        "RUNS = []\n"
+        "def fn(logprob, action_mask, scale=1.0):\n"
+        "    return scale * (logprob * action_mask).sum(), {}\n"
+        "def adv(experiences):\n"
+        "    return experiences, {}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    config = Config()
+    config.algorithm.policy_loss_fn = "mylib.py:fn"
+    config.algorithm.advantage_fn = "./mylib.py:adv"
+    config.algorithm.policy_loss_fn_args = {"scale": 3.0}
+    algorithm = asdict(resolve_config(config).algorithm)
+    assert algorithm["policy_loss_fn"] == f"{tmp_path}/mylib.py:fn"
+    monkeypatch.chdir("/")  # a worker is elsewhere
+    spec = resolve_algorithm(algorithm)
+    one = torch.ones(1, 1)
+    assert spec.policy_loss(logprob=one, action_mask=one > 0)[0] == 3.0
+    again = POLICY_LOSS_FN.get(f"{tmp_path}/mylib.py:fn")
+    assert again is POLICY_LOSS_FN.get(algorithm["policy_loss_fn"])
+    assert load_callable(algorithm["policy_loss_fn"]).__name__ == "fn"
+    for path, message in (("mylib.py:f", "has no attribute 'f'"), ("no.py:f", "No such file")):
+        with pytest.raises(ValueError, match=message):
+            POLICY_LOSS_FN.get(f"{tmp_path}/{path}")
 
 
 def test_sample_strategies_load_from_the_buffer():

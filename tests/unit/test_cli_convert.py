@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,15 @@ from trainer_support import engine, save_tiny_model
 
 from trinity_dask.cli import main
 from trinity_dask.config.schema import LoraConfig
-from trinity_dask.trainer.checkpoint import MARKER, latest_hf_export, write_checkpoint
+from trinity_dask.trainer.checkpoint import (
+    MARKER,
+    is_complete,
+    latest_complete,
+    latest_hf_export,
+    write_checkpoint,
+)
 from trinity_dask.trainer.export import write_engine
+from trinity_dask.trainer.hf_export import export_policy
 from trinity_dask.trainer.policy_model import load_policy
 
 
@@ -57,6 +65,27 @@ def test_listed_steps_and_single_checkpoints(job, capsys):
     assert "no complete checkpoint of step 3" in capsys.readouterr().err
     assert main(["convert", str(job / "global_step_3")]) == 1
     assert main(["convert", str(job / "nothing")]) == 1
+
+
+def test_an_export_that_is_made_again_or_deleted_leaves_the_checkpoint_complete(tmp_path):
+    def fill(directory: Path) -> None:
+        write_engine(engine().trainables, directory)
+        export_policy(directory, torch.bfloat16)
+
+    path = write_checkpoint(tmp_path, 1, {}, fill)
+    assert not any(
+        "huggingface" in name for name in json.loads((path / MARKER).read_text())["files"]
+    )
+    assert main(["convert", str(tmp_path), "--force", "--dtype", "float32"]) == 0
+    assert json.loads((path / "huggingface/config.json").read_text())["dtype"] == "float32"
+    assert is_complete(path)
+    assert not list(path.glob(".huggingface*"))
+    # a marker of before still names the files
+    marker = json.loads((path / MARKER).read_text())
+    marker["files"]["huggingface/config.json"] = {"size": 1}
+    (path / MARKER).write_text(json.dumps(marker))
+    shutil.rmtree(path / "huggingface")
+    assert latest_complete(tmp_path) == path
 
 
 def test_an_adapter_is_merged_into_its_base(tmp_path, capsys):

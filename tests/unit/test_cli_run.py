@@ -76,6 +76,14 @@ def jobs(monkeypatch, tmp_path):
         (["--config-dir", "/no/such"], "there is no such directory"),
         (["buffer.explorer_input.taskset.workflow=simple_workflw"], "'simple_workflow'"),
         (["++stages.1.algorithm.policy_loss_fn_args.clip_rnge=1"], "'clip_range'"),
+        (["++stages.1.algorithm.policy_loss_fn_args.clip_range=null"], "clip_range=null"),
+        (
+            [
+                "++stages.1.algorithm.sample_strategy=staleness_control",
+                "++stages.1.algorithm.sample_strategy_args.max_stalenes=1",
+            ],
+            "did you mean 'max_staleness'",
+        ),
         (["++stages.1.buffer.operators=[{name: reward_std_filtr}]"], "'reward_std_filter'"),
         (["prepare=trinity_dask.demo.sort_digits:prepre"], "prepare"),
         (["plugin_dirs=[/no/such]"], "is not a directory"),
@@ -88,6 +96,16 @@ def test_fault_40_it_is_refused_in_one_line_with_code_2(capsys, jobs, args, mess
     assert message in line
     assert jobs[0] == []
     assert list(Path.cwd().iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [("dpo", "preference pairs"), ("jsd", "set model.teacher_model_path"), ("no.py:f", "No such")],
+)
+def test_fault_40_a_loss_that_the_run_cannot_feed_is_refused(capsys, jobs, loss, message):
+    assert main(["run", *ROWS, f"algorithm.policy_loss_fn={loss}"]) == 2
+    (line,) = errors(capsys)
+    assert message in line
 
 
 def test_a_job_gets_its_config_and_leaves_what_made_it(jobs):

@@ -187,6 +187,14 @@ def test_sft_needs_rows(changes, message):
     assert any(message in line for line in problems(sft(**changes)))
 
 
+def test_a_warm_up_ends_within_the_run():
+    changes = {"algorithm__optimizer__lr_warmup_steps": 5}
+    (line,) = problems(grpo(trainer__total_steps=4, **changes))
+    assert "lr_warmup_steps=5 is more than the 4 steps" in line
+    assert problems(grpo(trainer__total_steps=5, **changes)) == []
+    assert problems(grpo(**changes)) == []
+
+
 def test_all_problems_are_told_at_once():
     assert len(problems(grpo(model__model_path="", algorithm__repeat_times=1))) == 2
 
@@ -329,7 +337,7 @@ def test_a_buffer_too_small_for_the_distance_between_the_sides_is_refused():
     store = "buffer__trainer_input__experience_buffer__capacity_batches"
     keys = {store: 2, "synchronizer__sync_interval": 2, "synchronizer__sync_offset": 1}
     (line,) = problems(grpo(**keys))
-    assert "set it to 3 or more, or 0" in line
+    assert line.endswith("set it to 3 or more")
     assert problems(grpo(**{**keys, store: 3})) == []
 
 
@@ -356,3 +364,25 @@ def test_trainer_options_that_do_not_go_together(changes, message):
         setattr(section, last, value)
     checks = (trainer_checks.schedule, trainer_checks.parallel, trainer_checks.lora)
     assert message in "\n".join(text for check in checks for text in check(cfg))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("explorer", name) for name in ("", "a/b", "../../../esc", ".x", "a b", "a\n")),
+        *(("explorer", name) for name in ("trainer", "benchmark", "synchronizer", "run", "stage")),
+        ("trainer", "../x"),
+        ("trainer", "benchmark"),
+        ("buffer__trainer_input__experience_buffer", "../x"),
+    ],
+)
+def test_a_name_that_becomes_a_file_is_one_component_and_nobody_elses(key, value):
+    (line,) = problems(grpo(**{f"{key}__name": value}))
+    assert f"{key.replace('__', '.')}.name={value!r}" in line
+    assert "letters, digits, '_', '-' and '.'" in line
+
+
+def test_explorer_and_trainer_write_files_of_their_own():
+    (line,) = problems(grpo(explorer__name="x", trainer__name="x"))
+    assert "explorer.name='x' is trainer.name too" in line
+    assert problems(grpo(explorer__name="explorer-1.b_2", trainer__name="t")) == []

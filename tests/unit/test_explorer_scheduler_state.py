@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trinity_dask.explorer.batch_waits import BatchWaits
 from trinity_dask.explorer.places import NO_PLACE, RUNNER
 from trinity_dask.explorer.schedule_policy import (
     Cancel,
@@ -268,6 +269,39 @@ def test_a_batch_that_was_cut_is_no_measure_for_the_dynamic_timeout():
     state.cancel_unfinished(1, 1.0)
     state.drain(1)
     assert state.pace.completed_steps == 0
+
+
+def test_fast_failures_never_lower_the_dynamic_timeout():
+    state = make(slots=8, dynamic_ratio=3.0, attempt_timeout_s=100.0, max_attempts=1)
+    for submit in submitted(state.schedule(1, tasks(2, 4), 0.0)):
+        state.finished(submit.attempt_id, replace(outcome(4, 4), seconds=10.0), b"", 10.0)
+    state.drain(1)
+    assert state.pace.limit_s() == 30.0
+    for completed, total in ((0, 4), (2, 4), (0, 1)):
+        (out,) = submitted(state.schedule(2, tasks(1, total), 20.0))
+        quick = replace(outcome(completed, total), seconds=0.01)
+        state.finished(out.attempt_id, quick, b"", 20.0)
+    assert state.pace.limit_s() == 30.0
+    (out,) = submitted(state.schedule(2, tasks(1, 4), 20.0))  # three runs, and one gave up late
+    state.finished(out.attempt_id, replace(outcome(3, 4), seconds=25.0), b"", 45.0)
+    assert state.pace.limit_s() == 45.0
+
+
+def test_tasks_without_a_good_run_do_not_count_for_the_minimum_of_over_rollout():
+    state = make(slots=4, max_attempts=1)
+    waits = BatchWaits(state)
+    one, two, three, four = submitted(state.schedule(1, tasks(4, 2), 0.0))
+    for failed in (one, two):
+        state.finished(failed.attempt_id, outcome(0, 2), b"", 1.0)
+    assert not waits.enough(1, 1)
+    state.finished(three.attempt_id, outcome(1, 2), b"one", 1.0)
+    assert waits.enough(1, 1)
+    assert not waits.enough(1, 2)
+    assert not waits.complete(1)
+    state.finished(four.attempt_id, outcome(0, 2), b"", 1.0)
+    assert not waits.enough(1, 2)
+    assert waits.complete(1)  # nothing more comes: the wait ends
+    assert [s.completed_runs for s in state.drain(1).statuses] == [0, 0, 1, 0]
 
 
 # --- partial groups -----------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -87,6 +88,46 @@ def test_fault_35_the_tasks_of_every_step_are_those_of_an_uninterrupted_run(
             found |= {step: tasks for step, tasks in read.items() if step <= cut}
             last = cut
         assert found == whole
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_arrives_while_tasks_are_read_is_not_lost(
+    cfg: Config, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """A commit and its feedback come while the thread reads, for the first time or again."""
+    reading, go_on = threading.Event(), threading.Event()
+    reader, told = TasksetReader(cfg), {"0": {"indices": [1], "values": [0.5]}}
+    real = reader.read
+
+    def slow() -> Any:
+        tasks = real()
+        reading.set()
+        assert go_on.wait(60)
+        return tasks
+
+    async def main() -> None:
+        stream = TaskStream(reader)
+        await stream.read(1)
+        if again:
+            first = TaskStream(TasksetReader(cfg))
+            for step in (1, 2):
+                await first.read(step)
+            await first.read_more()
+            stream.load(first.state_at(1))
+        before = reader.train.state_dict()
+        monkeypatch.setattr(reader, "read", slow)
+        read = asyncio.ensure_future(stream.read(2))
+        assert await asyncio.to_thread(reading.wait, 60)
+        stream.feedback(1, told)
+        stored = stream.state_at(1)
+        go_on.set()
+        await read
+        assert stored["taskset_state"] == before
+        assert len(stored.get("replay", [])) == again
+        assert stored["selector_metric"] == told
+        assert reader.train.state_dict()["pending"] == [[1, told]]
 
     asyncio.run(main())
 

@@ -12,6 +12,7 @@ from trinity_dask.cluster.loop_watch import LoopWatch
 from trinity_dask.demo.tokenizer import ascii_tokenizer
 from trinity_dask.experience.payload import decode
 from trinity_dask.experience.schema import from_table
+from trinity_dask.explorer.running import bounded
 from trinity_dask.explorer.status import Outcome
 from trinity_dask.explorer.workflow_runner import WorkflowRunner
 from trinity_dask.models.fake_engine import FakeEngine
@@ -358,6 +359,37 @@ def test_a_repeating_workflow_counts_the_runs_that_came_back(pairs, completed, r
     assert outcome.status.ok is (completed == 3)
 
 
+def test_more_experiences_than_runs_are_told_apart_from_missing_ones():
+    outcome, _ = run(Task("few", raw_task={"pairs": [(0, 0)] * 7}), n=4)
+    assert "4 runs were asked for and 7 experiences came back" in outcome.errors[0].message
+    assert "run numbers [0]" in outcome.errors[0].message
+    outcome, _ = run(Task("few", raw_task={"pairs": [(i, 0) for i in range(7)]}), n=4)
+    assert "7 experiences carry run numbers" in outcome.errors[0].message
+
+
+@WORKFLOWS.register_module("odd_ends", force=True)
+class OddEnds(Base):
+    """Fails with a very long message, or names a metric by a number."""
+
+    async def run_async(self):
+        if self.task.raw_task["long"]:
+            raise ValueError("x" * 5_000_000)
+        (experience,) = await self.model.generate_async("x")
+        experience.metrics = {3: 1.0}
+        return [experience]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_errors_are_short_and_say_what_is_wrong(n):
+    outcome, _ = run(Task("odd_ends", raw_task={"long": True}), n=n)
+    assert len(outcome.errors) == n
+    assert outcome.errors[0].message == "x" * 2000 + "... (4998000 more characters)"
+    assert len(str(outcome.status.message)) < 2200
+    outcome, _ = run(Task("odd_ends", raw_task={"long": False}), n=n)
+    assert outcome.errors[0].type == "TypeError"
+    assert "a metric named 3, of type int; names" in outcome.errors[0].message
+
+
 def test_metrics_of_a_run_with_several_steps_are_reduced_by_their_suffix():
     outcome, _ = run(Task("few", raw_task={"pairs": [(0, 0), (0, 1), (1, 0)]}), n=2)
     assert [(m["run"], m["n:sum"]) for m in outcome.status.metrics] == [(0.0, 2.0), (1.0, 1.0)]
@@ -573,3 +605,44 @@ def test_without_partial_runs_the_others_say_why_they_ended():
 def test_an_unknown_mode_names_the_modes():
     with pytest.raises(ValueError, match="sequential, asynchronous, multi-threading"):
         WorkflowRunner(lambda args: None, "parallel")
+
+
+@WORKFLOWS.register_module("leaving", force=True)
+class Leaving(Base):
+    """Ends the process, or tries to, where the row says."""
+
+    def __init__(self, task, model, auxiliary_models=None):
+        super().__init__(task, model, auxiliary_models)
+        self.leave("init")
+
+    def leave(self, where):
+        if self.task.raw_task["where"] == where:
+            raise {"exit": SystemExit, "interrupt": KeyboardInterrupt}[self.task.raw_task["how"]](3)
+
+    async def run_async(self):
+        self.leave("call")
+        await asyncio.sleep(0)
+        self.leave("run")
+        return await self.model.generate_async("hello", max_tokens=4)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("where", ["init", "call", "run"])
+@pytest.mark.parametrize("how", ["exit", "interrupt"])
+def test_code_that_ends_the_process_costs_its_run_and_not_the_worker(mode, where, how):
+    outcome, _ = run(Task("leaving", raw_task={"where": where, "how": how}), n=2, mode=mode)
+    assert {error.type for error in outcome.errors} == {"RuntimeError"}
+    name = {"exit": "SystemExit", "interrupt": "KeyboardInterrupt"}[how]
+    assert {error.message for error in outcome.errors} == {f"user code raised {name}: 3"}
+    assert len(outcome.errors) == 2
+
+
+def test_a_cancelled_caller_of_a_workflow_is_cancelled():
+    async def main():
+        call = asyncio.ensure_future(bounded(asyncio.Event().wait(), 60.0, "x"))
+        await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    asyncio.run(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -138,5 +139,61 @@ def test_a_whole_run_a_trainer_an_explorer_and_a_benchmark(tmp_path: Path) -> No
         async with JobLock(tmp_path, 0.0, claims=claims_of(whole)):
             assert is_locked(tmp_path, claims_of(train))
             assert not is_locked(tmp_path, claims_of(bench))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model.temperature", 0.5),
+        ("model.max_response_tokens", 7),
+        ("model.dtype", "bfloat16"),
+        ("model.lora.rank", 8),
+        ("algorithm.repeat_times", 3),
+        ("algorithm.advantage_fn_args", {"epsilon": 1.0}),
+        ("algorithm.rollout_correction", None),
+    ],
+)
+def test_what_both_sides_compute_with_must_be_alike(tmp_path: Path, key: str, value: Any) -> None:
+    async def main() -> None:
+        met = meeting(tmp_path)
+        trainer, explorer = config(tmp_path, "train"), config(tmp_path)
+        trainer.algorithm.optimizer.lr = 0.5  # the trainer's own
+        trainer.model.lora.merge_export = True
+        met.add(trainer, TRAINER)
+        *parents, leaf = key.split(".")
+        section: Any = explorer
+        for name in parents:
+            section = getattr(section, name)
+        if value is None:
+            section.rollout_correction.cap = 3.0
+        else:
+            setattr(section, leaf, value)
+        with pytest.raises(CannotJoin, match=rf"'a' does not fit 'trainer' .*{key}=.* here, "):
+            met.add(explorer, "a")
+        met.add(config(tmp_path), "a")
+
+    asyncio.run(main())
+
+
+def test_an_explorer_that_failed_may_come_back_while_the_others_go_on(tmp_path: Path) -> None:
+    async def main() -> None:
+        met = meeting(tmp_path)
+        await met.buffer.prepare()
+        met.add(config(tmp_path, "train"), TRAINER)
+        for name in ("a", "b"):
+            met.add(config(tmp_path), name)
+            met.started(name)
+        await met.leave("a", End("failed", "its reason"))
+        met.add(config(tmp_path), "a")
+        await met.leave("b", End("done"))
+        assert not met.ending
+        assert not (await met.buffer.stats())["closed"]
+        with pytest.raises(CannotJoin, match=r"'a' of .* is there already"):
+            met.add(config(tmp_path), "a")
+        met.started("a")
+        await met.leave("a", End("done"))
+        assert await met.wait_explorers_end() == ("a", End("done"))
 
     asyncio.run(main())

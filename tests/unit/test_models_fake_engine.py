@@ -80,4 +80,12 @@ def test_a_weight_update_gives_the_checksum_of_the_bytes_and_the_version(tmp_pat
     digest = write_safetensors(path, [("w", torch.arange(10.0))])
     receipt = run(engine.update_weights(WeightUpdate(5, "memory", path=path)))
     assert (receipt.version, receipt.checksum, receipt.n_bytes) == (5, digest.value, 40)
+    assert not receipt.has_logprobs  # nothing to compare with the trainer's
     assert engine.model_version == 5
+
+
+def test_a_trained_model_knows_every_sampled_token(tmp_path):
+    (tmp_path / "config.json").write_text('{"vocab_size": 20}')
+    engine = FakeEngine(engine_spec(str(tmp_path), "fake"))
+    found = [t for i in range(20) for c in generate(engine, prompt=(i,)) for t in c.token_ids]
+    assert 0 <= min(found) < max(found) == 19

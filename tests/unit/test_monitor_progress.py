@@ -137,3 +137,13 @@ def test_number(value, text):
 @pytest.mark.parametrize(("seconds", "text"), [(None, "-"), (75.9, "1:15"), (3700, "1:01:40")])
 def test_duration(seconds, text):
     assert duration(seconds) == text
+
+
+def test_without_a_trainer_the_explorers_steps_are_lines():
+    stream = io.StringIO()
+    alone = {"state": "running", "mode": "explore", "step": None, "explorer_step": 1}
+    with Progress("plain", stream) as progress:
+        for step in (1, 2, 2, 3):
+            progress.update({**alone, "explorer_step": step})
+    lines = stream.getvalue().splitlines()
+    assert [f"explorer step {n}" in line for n, line in enumerate(lines, 1)] == [True] * 3

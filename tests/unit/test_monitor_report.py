@@ -1,6 +1,7 @@
 """The report and the curves of a finished two-stage job."""
 
 import io
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from rich.console import Console
 from trinity_dask.config.schema import MonitorConfig
 from trinity_dask.monitor import Monitor
 from trinity_dask.monitor.curves import write_curves
-from trinity_dask.monitor.report import build_report, print_report
+from trinity_dask.monitor.report import bench_table, build_report, print_report
 
 CFG = MonitorConfig(sinks=["jsonl"])
 
@@ -75,3 +76,26 @@ def test_curves_are_a_png_of_all_stages(job):
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert path.stat().st_size > 10_000
     assert "curves.png" in dict(build_report(job).places)["curves"]
+
+
+def test_a_benchmarks_table_has_the_results_of_all_its_calls(job):
+    log = Monitor(CFG, str(job / "grpo"), "benchmark")
+    log.log(20, {"bench/sort/accuracy": 1.0})  # the newest checkpoint alone
+    log = Monitor(CFG, str(job / "grpo"), "benchmark")
+    log.log(0, {"bench/sort/accuracy": 0.5})  # then all: the metrics go back behind step 20
+    results = {
+        "20": {"bench/sort/accuracy": 1.0, "bench/sort/time/mean": 3.0},
+        "0": {"bench/sort/accuracy": 0.5},
+        "10": {"bench/sort/accuracy": float("nan")},
+    }
+    (job / "grpo/benchmark_meta.json").write_text(json.dumps({"results": results}))
+    (job / "sft/benchmark_meta.json").write_text(json.dumps({"results": {"0": {"bench/b": 0.25}}}))
+    table = bench_table(job)
+    assert [list(column.cells) for column in table.columns] == [
+        ["sft", "grpo", "grpo", "grpo"],
+        ["0", "0", "10", "20"],
+        ["0.250", "-", "-", "-"],
+        ["-", "0.500", "-", "1.000"],
+    ]
+    assert bench_table(job / "grpo").row_count == 3
+    assert bench_table(job / "log") is None

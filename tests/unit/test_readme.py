@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from trainer_support import batch_of, engine, rows
 
 from trinity_dask.buffer.store import ExperienceStore
 from trinity_dask.experience.eid import EID
@@ -63,6 +64,28 @@ def test_the_reward_of_the_readme_is_short_and_right():
     assert sum(reward("Level!", "lev", "stop").values()) == pytest.approx(1.0)
     assert sum(reward("lever", "lev", "stop").values()) == pytest.approx(0.3)
     assert sum(reward("Level!", "lev", "length").values()) == 0.0
+
+
+def test_the_loss_of_the_readme_trains(tmp_path):
+    (tmp_path / "floored.py").write_text(code_block('"""REINFORCE with the sampler'))
+    experiences = rows(8)
+    found = {}
+    for floor in (0.1, 5.0):
+        for tokens in (65_536, 40):
+            algorithm = {
+                "algorithm_type": "grpo",
+                "policy_loss_fn": f"{tmp_path}/floored.py:floored",
+                "policy_loss_fn_args": {"floor": floor},
+                "kl_loss_fn": "none",
+                "bypass_old_logprobs": True,
+            }
+            trained = engine(algorithm, micro_batch_tokens=tokens, grad_clip=0.0)
+            metrics = trained.train_step(batch_of(experiences), 1)
+            found[floor, tokens] = metrics["actor/floored_loss"], metrics["actor/grad_norm"]
+    for floor in (0.1, 5.0):
+        assert found[floor, 40] == pytest.approx(found[floor, 65_536], rel=1e-4, abs=1e-6)
+        assert found[floor, 40][1] > 0
+    assert found[0.1, 40] != pytest.approx(found[5.0, 40], rel=1e-2)
 
 
 def test_links_lead_somewhere():

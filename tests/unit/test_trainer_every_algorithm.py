@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from roles_support import TYPES, gradients_of, rows_for, train_alone, train_on_ranks
+from roles_support import SGD, TYPES, gradients_of, rows_for, train_alone, train_on_ranks
+from trainer_support import batch_of, rows, tiny_model
+
+from trinity_dask.algorithm import resolve_algorithm
+from trinity_dask.trainer.engine import TrainEngine
+from trinity_dask.trainer.frozen import FrozenModel
+from trinity_dask.trainer.settings import EngineSettings
 
 ROW_TOKENS = 14  # padded tokens of the widest row
 
@@ -30,6 +36,44 @@ def test_fault_31_accumulation_and_ranks_change_neither_loss_nor_gradient(kind):
     for engine, same in ranks:
         assert_same(gradients_of(engine), expected)
         assert_close_metrics(same, metrics)
+
+
+@pytest.mark.parametrize("entropy", ["none", "default"])
+def test_fault_31_the_jsd_loss_asks_the_teacher_model(entropy):
+    algorithm = {
+        "algorithm_type": "grpo",
+        "policy_loss_fn": "jsd",
+        "kl_loss_fn": "none",
+        "entropy_loss_fn": entropy,
+    }
+    settings = {"grad_clip": 0.0, "optimizer": SGD, "temperature": 0.7}
+    found = []
+    for tokens, teacher in ((65_536, 1), (4 * ROW_TOKENS, 1), (65_536, 0)):
+        trained = TrainEngine(
+            tiny_model(),
+            resolve_algorithm(algorithm),
+            EngineSettings(micro_batch_tokens=tokens, **settings),
+            teacher=FrozenModel(tiny_model(seed=teacher)),
+        )
+        metrics = trained.train_step(batch_of(rows(8)), 1)
+        found.append((gradients_of(trained), metrics["actor/jsd_loss"]))
+        assert "time/teacher_log_prob" not in metrics  # its log-probs are not needed
+    (whole, loss), (cut, same), (_, of_itself) = found
+    assert_same(cut, whole)
+    assert same == pytest.approx(loss, rel=1e-4)
+    assert loss > 1e-3
+    assert of_itself == pytest.approx(0.0, abs=1e-6)
+    with pytest.raises(ValueError, match="teacher_model_path"):
+        train_alone(algorithm, rows(4))
+
+
+@pytest.mark.parametrize("kind", ["sft", "cpt", "dpo"])
+def test_likelihood_of_rows_without_a_sampler_is_at_temperature_one(kind):
+    algorithm, experiences = {"algorithm_type": kind}, rows_for(kind, n=8)
+    cold, metrics = train_alone(algorithm, experiences, temperature=0.5)
+    plain, same = train_alone(algorithm, experiences, temperature=1.0)
+    assert_same(gradients_of(cold), gradients_of(plain))
+    assert metrics["actor/final_loss"] == same["actor/final_loss"]
 
 
 def assert_close_metrics(got, expected):

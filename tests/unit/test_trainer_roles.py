@@ -44,6 +44,12 @@ from trinity_dask.trainer.step_advantages import token_rewards
 from trinity_dask.trainer.value_model import ValueScorer, load_value_model
 
 PPO = {"algorithm_type": "ppo", "kl_loss_fn": "none"}
+FLAT = {
+    "sample/reward/std": 0.0,
+    "sample/reward/count": 8.0,
+    "critic/advantages/min": 0.0,
+    "critic/advantages/max": 0.0,
+}
 LEARN = CriticConfig(optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.0))
 
 
@@ -320,8 +326,9 @@ def test_rows_are_described_by_task_and_by_token():
     ("metrics", "steps", "said"),
     [
         ({"sample/truncated_share": 0.6}, 1, "60% of the answers"),
-        ({"sample/reward/std": 0.0, "sample/rows": 8.0}, SILENT_STEPS, "had the same reward"),
+        (FLAT, SILENT_STEPS, "had the same reward"),
         ({"actor/grad_norm": 0.0}, SILENT_STEPS, "gradient was exactly 0"),
+        ({"actor/updates": 0.0}, SILENT_STEPS, "gradient was exactly 0"),
     ],
 )
 def test_fault_41_a_run_that_learns_nothing_says_so_once(metrics, steps, said, caplog):

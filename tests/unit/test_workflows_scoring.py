@@ -163,3 +163,15 @@ def test_an_exit_in_a_reward_costs_its_answer_and_not_the_worker():
         assert "sys.exit(3)" in str(bad)
 
     asyncio.run(main())
+
+
+def test_an_exit_in_an_async_reward_costs_its_answer_and_not_the_worker():
+    async def leaves(response: str) -> float:
+        if response == "bad":
+            raise SystemExit(3)
+        return 1.0
+
+    facts = [{"response": r} for r in ("good", "bad", "good")]
+    good, bad, last = asyncio.run(score_all(Reward("leaves", leaves, {}), facts))
+    assert (good, last) == ({"reward": 1.0}, {"reward": 1.0})
+    assert str(bad) == "user code raised SystemExit: 3"

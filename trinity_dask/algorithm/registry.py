@@ -8,9 +8,16 @@ from __future__ import annotations
 
 import difflib
 import functools
+import hashlib
 import importlib
+import importlib.util
 import inspect
+import math
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -24,14 +31,15 @@ class Registry(Generic[T]):
         self._items: dict[str, T] = {}
 
     def register_module(self, name: str) -> Callable[[T], T]:
-        """Decorator that gives an object a name.
+        """Decorator that gives an object a name; a module executed anew gives it to its new one.
 
         Raises:
             ValueError: the name belongs to another object.
         """
 
         def register(item: T) -> T:
-            if self._items.get(name, item) is not item:
+            known = self._items.get(name, item)
+            if known is not item and _origin(known) != _origin(item):
                 raise ValueError(f"{self.kind} {name!r} is already registered; choose another name")
             self._items[name] = item
             return item
@@ -42,7 +50,7 @@ class Registry(Generic[T]):
         return sorted(self._items)
 
     def get(self, name: str) -> T:
-        """The object called ``name``, or at ``pkg.mod:attr`` or ``pkg.mod.attr``.
+        """The object called ``name``, or at ``pkg.mod:attr``, ``pkg.mod.attr`` or ``file.py:attr``.
 
         Raises:
             ValueError: neither a registered name nor an importable path.
@@ -57,12 +65,43 @@ class Registry(Generic[T]):
         separator = ":" if ":" in path else "."
         module, _, attribute = path.rpartition(separator)
         try:
-            return getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
+            return getattr(_module(module), attribute)
+        except (ImportError, AttributeError, OSError, SyntaxError) as error:
             raise ValueError(
                 f"{self.kind} {path!r} cannot be loaded: {error}; give a registered name "
-                f"({', '.join(self.names())}) or an importable 'package.module:name'"
+                f"({', '.join(self.names())}), an importable 'package.module:name', or "
+                "'path/to/file.py:name'"
             ) from error
+
+
+def _origin(item: Any) -> tuple[str | None, str | None]:
+    """Module and name of a definition: the same when its file is executed again."""
+    name = getattr(item, "__qualname__", None)
+    return (item.__module__, name) if name is not None else (None, str(id(item)))
+
+
+def _module(location: str) -> ModuleType:
+    """The module called ``location``, or the file at that path, executed once per process."""
+    if not location.endswith(".py") and os.sep not in location:
+        return importlib.import_module(location)
+    path = Path(location).expanduser().resolve()
+    digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
+    # the name that workflows and rewards give the same file, which is then one module
+    name = f"trinity_dask_user_{path.stem}_{digest}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    # before execution: dataclasses and pickle look their module up by name
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
 
 
 class LazyRegistry(Registry[Any]):
@@ -84,13 +123,44 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
     return f"{hint} allowed: {', '.join(options) or 'nothing'}"
 
 
-def check_args(kind: str, factory: Callable[..., Any], args: Iterable[str]) -> None:
-    """Raise ValueError for an argument that ``factory`` does not have, naming the nearest."""
-    parameters = inspect.signature(factory).parameters
+def check_args(
+    kind: str, factory: Callable[..., Any], args: Mapping[str, Any], hidden: Iterable[str] = ()
+) -> None:
+    """Raise ValueError for an argument that ``factory`` does not have, naming the nearest.
+
+    So it does for a value that is no number where the annotation says ``float`` or ``int``.
+    ``hidden``: parameters that are not the user's to give.
+    """
+    parameters = {
+        n: p for n, p in inspect.signature(factory).parameters.items() if n not in set(hidden)
+    }
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    for name in args:
-        if name not in parameters and not open_ended:
+    for name, value in args.items():
+        if name in parameters:
+            _check_number(kind, parameters[name], value)
+        elif not open_ended:
             raise ValueError(f"unknown argument {name!r} of {kind}{nearest(name, parameters)}")
+
+
+_NUMBERS = {"float": "a number", "int": "a whole number"}
+
+
+def _check_number(kind: str, parameter: inspect.Parameter, value: Any) -> None:
+    annotation = parameter.annotation
+    text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+    plain = text.removeprefix("Optional[").removesuffix("]").removesuffix(" | None")
+    if plain not in _NUMBERS or (value is None and plain != text):
+        return
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and not math.isnan(value) and (plain == "float" or isinstance(value, int)):
+        return
+    default = parameter.default
+    usual = "" if default in (parameter.empty, None) else f", as its default {default}"
+    null = "" if plain == text else " or null"
+    raise ValueError(
+        f"argument {parameter.name}={'null' if value is None else repr(value)} of {kind} must be "
+        f"{_NUMBERS[plain]}{null}{usual}"
+    )
 
 
 def build(kind: str, factory: Callable[..., T], args: Mapping[str, Any]) -> T:

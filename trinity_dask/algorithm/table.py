@@ -19,12 +19,17 @@ from trinity_dask.algorithm.advantages import (
     runs_in_trainer,
 )
 from trinity_dask.algorithm.aggregate import check_mode
+from trinity_dask.algorithm.calling import declared
 from trinity_dask.algorithm.entropy import ENTROPY_LOSS_FN, EntropyLoss
 from trinity_dask.algorithm.kl import KLLoss, KLPenalty
 from trinity_dask.algorithm.policy_losses import POLICY_LOSS_FN, AnyLoss, PolicyLoss
 from trinity_dask.algorithm.registry import build, build_callable, nearest
 from trinity_dask.algorithm.rollout_correction import RolloutCorrection
-from trinity_dask.algorithm.sample_strategies import SAMPLE_STRATEGY, SAMPLE_STRATEGY_ARGS
+from trinity_dask.algorithm.sample_strategies import (
+    SAMPLE_STRATEGY,
+    SAMPLE_STRATEGY_ARGS,
+    check_strategy,
+)
 from trinity_dask.algorithm.types import ALGORITHM, AlgorithmType
 
 SCHEMAS = ("experience", "sft", "cpt", "dpo")
@@ -98,9 +103,19 @@ class AlgorithmSpec:
 
     @property
     def uses_teacher(self) -> bool:
-        """Log-probs of a teacher are needed, from the rows or from a teacher model."""
-        wanted = {"teacher_logprob", "teacher_logits"} & self.policy_loss.needs
-        return "teacher_logprobs" in self.advantage_needs or bool(wanted)
+        """A teacher's scores are needed, from the rows or from a teacher model."""
+        return self.uses_teacher_logprobs or self.uses_teacher_logits
+
+    @property
+    def uses_teacher_logits(self) -> bool:
+        """The teacher's whole distribution is needed, which only a teacher model gives."""
+        return "teacher_logits" in self.policy_loss.needs
+
+    @property
+    def uses_teacher_logprobs(self) -> bool:
+        """The teacher's log-probs of the sampled tokens are needed."""
+        of_loss = "teacher_logprob" in self.policy_loss.needs
+        return of_loss or "teacher_logprobs" in self.advantage_needs
 
     @property
     def needs_greedy_baseline(self) -> bool:
@@ -154,6 +169,7 @@ def resolve_algorithm(cfg: Mapping[str, Any]) -> AlgorithmSpec:
     )
     _check_correction(spec, parts.names["policy_loss_fn"])
     _check_penalty(spec, parts.names)
+    _check_pairs(spec, parts.names["policy_loss_fn"])
     return spec
 
 
@@ -170,6 +186,7 @@ class _Parts:
         parts = cls(names, {key: _arguments(cfg, key, names[key], kind) for key in names})
         if names["sample_strategy"] not in SAMPLE_STRATEGY.names():
             _check_path("sample_strategy", names["sample_strategy"])
+        check_strategy(names["sample_strategy"], parts.args["sample_strategy"])
         return parts
 
     def advantage(self) -> Optional[AdvantageFn]:
@@ -185,7 +202,8 @@ class _Parts:
         item = POLICY_LOSS_FN.get(name)
         args = self.args["policy_loss_fn"]
         loss = build_callable(f"policy_loss_fn {name!r}", item, args, ("logprob",))
-        return loss if isinstance(loss, PolicyLoss) else AnyLoss(loss)
+        whole = isinstance(loss, PolicyLoss) and "denominator" in declared(loss)
+        return loss if whole else AnyLoss(loss)
 
     def entropy_loss(self) -> EntropyLoss:
         name = self.names["entropy_loss_fn"]
@@ -258,4 +276,13 @@ def _check_penalty(spec: AlgorithmSpec, names: Mapping[str, str]) -> None:
             f"kl_penalty_fn {names['kl_penalty_fn']!r} changes rewards in the trainer, but "
             f"advantage_fn {names['advantage_fn']!r} has used them before; take kl_loss_fn, or an "
             "advantage_fn of the trainer (as reinforceplusplus or rloo)"
+        )
+
+
+def _check_pairs(spec: AlgorithmSpec, loss_name: str) -> None:
+    if spec.policy_loss.of_pairs and spec.schema != "dpo":
+        raise ValueError(
+            f"policy_loss_fn {loss_name!r} compares preference pairs, and the rows of "
+            f"algorithm_type {spec.algorithm_type!r} are none ({spec.schema}); set "
+            "algorithm_type=dpo, or another policy_loss_fn"
         )

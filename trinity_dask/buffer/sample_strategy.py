@@ -30,7 +30,11 @@ from typing import Any, Optional, Protocol
 import numpy as np
 
 from trinity_dask.algorithm.registry import build
-from trinity_dask.algorithm.sample_strategies import SAMPLE_STRATEGY
+from trinity_dask.algorithm.sample_strategies import (
+    SAMPLE_STRATEGY,
+    check_expert_ratio,
+    check_staleness,
+)
 from trinity_dask.algorithm.table import resolve_algorithm
 from trinity_dask.buffer.errors import EndOfData
 from trinity_dask.buffer.experience_buffer import BufferLease, ExperienceBuffer
@@ -174,11 +178,7 @@ class StalenessControlSampleStrategy(DefaultSampleStrategy):
         max_staleness: Optional[float] = None,
         whole_groups: Optional[bool] = None,
     ) -> None:
-        if max_staleness is not None and not max_staleness >= 0:
-            raise ValueError(
-                f"max_staleness must be >= 0 train steps (got {max_staleness}), or null for no "
-                "limit"
-            )
+        check_staleness(max_staleness)
         super().__init__(cfg, buffer, whole_groups)
         self.max_staleness = max_staleness
 
@@ -254,8 +254,7 @@ def _in_trainer(cfg: Config) -> bool:
 
 def expert_share(ratio: float, rows: int) -> int:
     """ceil(ratio · rows), between one and all but one of the rows."""
-    if not 0 < ratio < 1:
-        raise ValueError(f"expert_data_ratio must be between 0 and 1 (got {ratio}), as 0.5")
+    check_expert_ratio(ratio)
     share = math.ceil(ratio * rows)
     if share >= rows:
         raise ValueError(

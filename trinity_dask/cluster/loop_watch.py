@@ -17,7 +17,8 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Optional
@@ -59,15 +60,34 @@ def user_task(
     """``work`` as a task that is interrupted if it blocks the loop beyond ``deadline``.
 
     The mark is inherited by every task that the code starts. An interrupted task ends with
-    :class:`Interrupted`.
+    :class:`Interrupted`; one that asks to end the process fails instead (:func:`no_exit`).
     """
     code = UserCode(what, deadline)
     context = contextvars.copy_context()
     context.run(_current.set, code)
-    task = asyncio.get_running_loop().create_task(work, context=context)
+    task = asyncio.get_running_loop().create_task(_without_exit(work), context=context)
     _active.add(code)
     task.add_done_callback(lambda _: _active.discard(code))
+    task.add_done_callback(lambda _: work.close())  # a task cancelled at once never began it
     return task
+
+
+async def _without_exit(work: Coroutine[Any, Any, Any]) -> Any:
+    with no_exit():
+        return await work
+
+
+@contextmanager
+def no_exit() -> Iterator[None]:
+    """Around user code on the event loop, which re-raises these two and so ends the worker.
+
+    Raises:
+        RuntimeError: in place of a ``SystemExit`` or ``KeyboardInterrupt``, naming it.
+    """
+    try:
+        yield
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(f"user code raised {type(error).__name__}: {error}") from error
 
 
 def in_user_code() -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from trinity_dask.config import modes
 from trinity_dask.config.algorithms import GROUP_TYPES, OFFLINE_TYPES
 from trinity_dask.config.limits import SINKS
+from trinity_dask.config.name_checks import part_names
 from trinity_dask.config.nearest import hint
 from trinity_dask.config.schema import Config, GroupConfig
 from trinity_dask.config.sync_checks import synchronizer
@@ -358,6 +359,7 @@ Check = Callable[[Config], Iterator[str]]
 RUN_CHECKS: tuple[Check, ...] = (names, root, prepare, cluster, monitor)
 STAGE_CHECKS: tuple[Check, ...] = (
     mode,
+    part_names,
     synchronizer,
     meeting,
     model,

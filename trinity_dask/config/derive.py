@@ -14,7 +14,14 @@ from trinity_dask.config import job_dir, modes
 from trinity_dask.config.algorithms import repeat_times
 from trinity_dask.config.keys import fields_of
 from trinity_dask.config.limits import canonical
-from trinity_dask.config.schema import Config, GroupConfig, ModelConfig, RolloutArgs, TasksetConfig
+from trinity_dask.config.schema import (
+    AlgorithmConfig,
+    Config,
+    GroupConfig,
+    ModelConfig,
+    RolloutArgs,
+    TasksetConfig,
+)
 
 ENGINE_SHARE, COLOCATED_SHARE = 0.9, 0.25  # of a GPU's memory, for an engine
 DEFAULT_THREADS = {"control": 8, "rollout": 256, "trainer": 4, "runner": 1}
@@ -30,6 +37,7 @@ def resolve_config(cfg: Config) -> Config:
     _threads(config)
     _lengths(config.model)
     _explorer(config)
+    _algorithm(config.algorithm)
     _mode(config)
     _tasksets(config)
     _trainer(config)
@@ -94,6 +102,14 @@ def _explorer(config: Config) -> None:
         explorer.rollout_model.dtype = config.model.dtype
     if config.algorithm.repeat_times is None:
         config.algorithm.repeat_times = repeat_times(config.algorithm.algorithm_type)
+
+
+def _algorithm(algorithm: AlgorithmConfig) -> None:
+    """A function in a file, ``path/to/file.py:name``, is found from any working directory."""
+    for key in ("advantage_fn", "policy_loss_fn", "entropy_loss_fn", "sample_strategy"):
+        path, colon, attribute = (getattr(algorithm, key) or "").rpartition(":")
+        if path.endswith(".py"):
+            setattr(algorithm, key, os.path.abspath(os.path.expanduser(path)) + colon + attribute)
 
 
 def _mode(config: Config) -> None:

@@ -19,11 +19,11 @@ def synchronizer(config: Config) -> Iterator[str]:
     sync = config.synchronizer
     capacity = config.buffer.trainer_input.experience_buffer.capacity_batches
     ahead = sync.sync_interval + sync.sync_offset
-    if sync.sync_style == "fixed" and 0 < capacity < ahead:
+    if sync.sync_style == "fixed" and capacity < ahead:
         yield (
             f"{_CAPACITY}={capacity} is below synchronizer.sync_interval={sync.sync_interval} + "
             f"synchronizer.sync_offset={sync.sync_offset}: in style fixed the explorer commits "
-            f"that many batches before the trainer may go on; set it to {ahead} or more, or 0"
+            f"that many batches before the trainer may go on; set it to {ahead} or more"
         )
     least = ahead - 1
     if sync.max_staleness is not None and sync.max_staleness < least:

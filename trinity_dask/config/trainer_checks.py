@@ -12,9 +12,12 @@ from trinity_dask.config.schema import Config
 
 
 def schedule(config: Config) -> Iterator[str]:
-    """A schedule that decays has to know its last step."""
+    """A schedule that decays has to know its last step, and a warm-up has to end before it."""
+    if not modes.trains(config.mode):
+        return
     total = config.trainer.total_steps or config.buffer.total_steps
-    if not modes.trains(config.mode) or total is not None:
+    if total is not None:
+        yield from _warmup(config, total)
         return
     for key, optimizer in (
         ("algorithm.optimizer", config.algorithm.optimizer),
@@ -25,6 +28,15 @@ def schedule(config: Config) -> Iterator[str]:
                 f"{key}.lr_scheduler_type={optimizer.lr_scheduler_type} ends at a step that is not "
                 "known: set trainer.total_steps (or buffer.total_steps), or constant"
             )
+
+
+def _warmup(config: Config, total: int) -> Iterator[str]:
+    steps = config.algorithm.optimizer.lr_warmup_steps
+    if steps > total:
+        yield (
+            f"algorithm.optimizer.lr_warmup_steps={steps} is more than the {total} steps of the "
+            f"run: lr would never reach algorithm.optimizer.lr; set it to {total} or less"
+        )
 
 
 def parallel(config: Config) -> Iterator[str]:

@@ -72,7 +72,7 @@ def _sequence_tensors(
     }
 
 
-def _flagged(table: pa.Table, key: str) -> np.ndarray:
+def flagged(table: pa.Table, key: str) -> np.ndarray:
     """Rows whose ``info[key]`` is true: bool ``[rows]``. Only candidates are parsed."""
     texts = column(table, "info")
     found = pc.match_substring(texts, f'"{key}"').to_numpy(zero_copy_only=False).astype(np.bool_)
@@ -142,7 +142,7 @@ def collate(table: pa.Table, pad_token_id: int) -> dict[str, torch.Tensor | int]
     arrays.update(_optional_tensors(table, width))
     reward = pc.fill_null(column(table, "reward"), float("nan"))
     arrays["reward"] = reward.to_numpy(zero_copy_only=False).astype(np.float32)
-    arrays["expert_mask"] = arrays["action_mask"] & _flagged(table, "is_expert")[:, None]
+    arrays["expert_mask"] = arrays["action_mask"] & flagged(table, "is_expert")[:, None]
     baselines = _info_numbers(table, "reward_baseline")
     if baselines is not None:
         arrays["reward_baselines"] = baselines

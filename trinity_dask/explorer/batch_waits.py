@@ -27,9 +27,9 @@ class BatchWaits:
         return batch is None or batch.complete
 
     def enough(self, batch_id: BatchId, min_num: Optional[int]) -> bool:
-        """Whether ``min_num`` tasks (None: never) of the batch are finished."""
+        """Whether ``min_num`` tasks (None: never) are finished with at least one good run."""
         batch = self._state.batches.get(batch_id)
-        return min_num is not None and batch is not None and batch.emitted >= min_num
+        return min_num is not None and batch is not None and batch.completed_tasks >= min_num
 
     async def wait(
         self, batch_id: BatchId, min_num: Optional[int], deadline: Optional[float]

@@ -22,11 +22,11 @@ from trinity_dask.explorer.engine_weights import EngineWeights
 from trinity_dask.explorer.evaluation import Evaluations
 from trinity_dask.explorer.processing import BatchFailed
 from trinity_dask.manager.state_manager import read_json, write_json
+from trinity_dask.monitor.scores import BENCHMARK_FILE
 from trinity_dask.trainer.checkpoint import complete_checkpoints
 
 log = logging.getLogger("trinity_dask.explorer")
 
-META = "benchmark_meta.json"
 Target = tuple[int, Optional[Path]]  # step, checkpoint; None is the model the stage starts from
 
 
@@ -40,7 +40,7 @@ class Benchmark:
         self.cfg = cfg
         self._evals = evals
         self._weights = weights
-        self._file = Path(str(cfg.job_dir)) / META
+        self._file = Path(str(cfg.job_dir)) / BENCHMARK_FILE
 
     async def run(self) -> AsyncIterator[int]:
         """Evaluate what is not done yet; yields each step when its results are saved.

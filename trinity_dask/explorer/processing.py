@@ -18,6 +18,7 @@ from trinity_dask.buffer.pipeline import ExperiencePipeline
 from trinity_dask.config.schema import Config
 from trinity_dask.experience.payload import decode
 from trinity_dask.explorer.batch_stats import row_statistics
+from trinity_dask.workflows.loading import load_plugins
 
 log = logging.getLogger("trinity_dask.coordinator")
 
@@ -34,6 +35,7 @@ class Processing:
 
     def __init__(self, cfg: Config) -> None:
         self.cfg = cfg
+        load_plugins(cfg.plugin_dirs)  # they may register a function of the algorithm
         spec = resolve_algorithm(asdict(cfg.algorithm))
         in_trainer = getattr(spec, "advantage_in_trainer", False)
         advantage_fn = None if in_trainer else spec.advantage_fn

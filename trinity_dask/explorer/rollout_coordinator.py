@@ -67,9 +67,9 @@ class RolloutCoordinator:
         self._verb = "bench" if cfg.mode == "bench" else "eval"
 
     # life -----------------------------------------------------------------------------
-    async def prepare(self, slots: int) -> None:
-        """Build the pipeline (``bench`` has none), then start the scheduler with ``slots``
-        places. Idempotent."""
+    async def prepare(self, slots: Optional[int] = None) -> None:
+        """Build the pipeline (``bench`` has none), then start the scheduler with at most
+        ``slots`` sub-tasks at a time (None: as many as the workers take). Idempotent."""
         if self._processing is None and self.cfg.mode != "bench":
             self._processing = Processing(self.cfg)
         if self._scheduler is None:
@@ -83,8 +83,8 @@ class RolloutCoordinator:
         if scheduler is not None:
             await scheduler.stop()
 
-    def set_slots(self, slots: int) -> None:
-        """Rollout capacity has changed."""
+    def set_slots(self, slots: Optional[int]) -> None:
+        """Bound the sub-tasks in execution, on rollout and runner workers together."""
         self.scheduler.set_slots(slots)
 
     @property
@@ -206,7 +206,7 @@ class RolloutCoordinator:
     async def _leave_rest(self, batch: Batch, timeout: Optional[float]) -> None:
         """Cancel what over-rollout does not wait for; runs that are finished are kept."""
         assert batch.collected is not None
-        finished = len(batch.collected.statuses)
+        finished = sum(status.completed_runs > 0 for status in batch.collected.statuses)
         if batch.min_wait_num is None or finished < batch.min_wait_num:
             raise TimeoutError(
                 f"batch {batch.batch_id!r}: {finished} of {batch.wanted_tasks} tasks finished "

@@ -21,6 +21,7 @@ log = logging.getLogger("trinity_dask.explorer")
 
 SETTLE_S = 1.0
 TRACEBACK_CHARS = 2000
+MESSAGE_CHARS = 2000
 
 
 class RunCancelled(RuntimeError):
@@ -81,6 +82,12 @@ async def stop(children: list[asyncio.Future[Any]]) -> None:
 
 
 def describe(error: BaseException) -> RunError:
-    """The error as data: type, message, end of the traceback."""
+    """The error as data: type, beginning of the message, end of the traceback."""
     text = "".join(traceback.format_exception(error))
-    return RunError(type(error).__name__, str(error), text[-TRACEBACK_CHARS:])
+    return RunError(type(error).__name__, _shortened(str(error)), text[-TRACEBACK_CHARS:])
+
+
+def _shortened(message: str) -> str:
+    """It travels with every failed run of a group, and into logs."""
+    cut = len(message) - MESSAGE_CHARS
+    return message if cut <= 0 else f"{message[:MESSAGE_CHARS]}... ({cut} more characters)"

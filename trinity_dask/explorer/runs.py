@@ -66,8 +66,9 @@ class Runs:
         lost = n - len(by_run) - len(self.errors)
         if lost > 0:
             message = (
-                f"{n} runs were asked for and experiences of {len(by_run)} came back; a "
-                "workflow with can_repeat returns experiences of every run, numbered in eid.run"
+                f"{n} runs were asked for and {len(found)} experiences came back, with the run "
+                f"numbers {sorted(by_run)}; a workflow with can_repeat returns experiences of "
+                f"every run, with the numbers {base} to {base + n - 1} in eid.run"
             )
             self.errors += [RunError(MISSING_RUN, message)] * lost
 
@@ -87,9 +88,19 @@ def checked(value: Any, task: Task, allow_empty: bool = False) -> list[Experienc
         raise TypeError(f"workflow {task.workflow!r} returned {what}, not a list of Experience")
     for experience in value:
         experience.check()
+        _check_metric_names(experience, task)
     if not value and not allow_empty:
         raise ValueError(f"workflow {task.workflow!r} returned no experience")
     return value
+
+
+def _check_metric_names(experience: Experience, task: Task) -> None:
+    for name in experience.metrics or {}:
+        if not isinstance(name, str):
+            raise TypeError(
+                f"workflow {task.workflow!r} returned a metric named {name!r}, of type "
+                f"{type(name).__name__}; names of metrics are strings, for example {str(name)!r}"
+            )
 
 
 def _by_run(found: Sequence[Experience], n: int, base: int) -> dict[int, list[Experience]]:
@@ -99,8 +110,8 @@ def _by_run(found: Sequence[Experience], n: int, base: int) -> dict[int, list[Ex
         by_run.setdefault(experience.eid.run, []).append(experience)
     if not all(base <= run < base + n for run in by_run):
         raise ValueError(
-            f"experiences carry run numbers {sorted(by_run)}; this group has runs {base} to "
-            f"{base + n - 1} (see Workflow.set_repeat_times)"
+            f"{len(found)} experiences carry run numbers {sorted(by_run)}; this group "
+            f"has runs {base} to {base + n - 1} (see Workflow.set_repeat_times)"
         )
     return by_run
 

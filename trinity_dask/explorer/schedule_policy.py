@@ -68,7 +68,11 @@ class SchedulePolicy:
 
 
 class Pace:
-    """How long training sub-tasks take, for the dynamic timeout."""
+    """How long training sub-tasks take, for the dynamic timeout.
+
+    Only what succeeded says so: a failure may be quick, and would shorten the time of the next
+    attempts until these fail too.
+    """
 
     def __init__(self, policy: SchedulePolicy) -> None:
         self._policy = policy
@@ -76,9 +80,14 @@ class Pace:
         self.total_completed_sub_tasks = 0
         self.completed_steps = 0
 
-    def sub_task_done(self, seconds: float) -> None:
-        self.total_running_time_s += seconds
-        self.total_completed_sub_tasks += 1
+    def sub_task_done(self, outcome: Outcome) -> None:
+        """An attempt has ended. One with failed runs would have taken at least as long, so it
+        counts if it took longer than usual."""
+        status, n = outcome.status, self.total_completed_sub_tasks
+        slow = status.completed_runs > 0 and outcome.seconds * n > self.total_running_time_s
+        if outcome.seconds > 0 and (status.ok or slow):
+            self.total_running_time_s += outcome.seconds
+            self.total_completed_sub_tasks = n + 1
 
     def limit_s(self, is_eval: bool = False) -> float:
         """Seconds that an attempt may take now."""

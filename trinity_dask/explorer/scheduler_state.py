@@ -314,6 +314,8 @@ class SchedulerState:
     ) -> list[Instruction]:
         """Another attempt, or the end of the sub-task."""
         batch = self.batches[sub_task.task.batch_id]
+        if not batch.is_eval:
+            self.pace.sub_task_done(outcome)
         if batch.cut:
             outcome = sub_task.task.cut_missing(sub_task, outcome, RECALLED)
         elif self.policy.tries_again(sub_task, outcome):
@@ -323,8 +325,6 @@ class SchedulerState:
                 sub_task = sub_task.task.replace_missing(sub_task, outcome)
             self.pending.push_front(sub_task)
             return []
-        if not batch.is_eval and outcome.seconds > 0:
-            self.pace.sub_task_done(outcome.seconds)
         sub_task.outcome = outcome
         sub_task.payload = payload if outcome.status.completed_runs else None
         return self._settle(sub_task.task, True)

@@ -35,7 +35,7 @@ def settle(batch: BatchState, wrapper: TaskWrapper, keep_partial: bool, keep_cut
     _note_failures(batch, wrapper, failed)
     if kept or not cancelled:
         batch.results.append(_result(wrapper, kept))
-        batch.emitted += 1
+        batch.completed_tasks += kept > 0
     _release(wrapper)
     batch.unfinished_tasks -= 1
 

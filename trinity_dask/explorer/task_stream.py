@@ -4,14 +4,17 @@ Invariant: the state stored with the commit of step *s* makes a resumed run read
 after *s*, the tasks that this run read for them. A refill takes further tasks while later
 batches are in flight; those are then read again from the state they were read from, and
 everything else continues from one position. What a selector learns from a step takes effect a
-fixed number of steps later, so it is stored with the step and told again.
+fixed number of steps later, so it is stored with the step and told again. While a thread reads,
+nothing else looks at the reader's state or changes it: a commit stores the position from before
+the read, and what a selector is told waits for its end.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Optional
 
 from trinity_dask.explorer.taskset_reader import TasksetReader
@@ -30,39 +33,57 @@ class TaskStream:
         self._replay: deque[State] = deque()
         self._observed: dict[int, Mapping[str, Any]] = {}
         self._reading = asyncio.Lock()
+        self._position: Optional[State] = None  # where it goes on; set while a thread reads
+        self._untold: list[tuple[int, Mapping[str, Any]]] = []  # feedback that came meanwhile
 
     async def read(self, step: int) -> Optional[list[Task]]:
         """The tasks of ``step``, or None at the end."""
         async with self._reading:
             if self._replay:
                 return await self._read_again(step)
-            before = self._reader.train.state_dict()
-            tasks = await asyncio.to_thread(self._reader.read)
+            with self._position_kept() as before:
+                tasks = await asyncio.to_thread(self._reader.read)
             if tasks is not None:
                 self._before[step] = before
             return tasks
 
     async def _read_again(self, step: int) -> Optional[list[Task]]:
-        now = self._reader.train.state_dict()
         self._before[step] = self._replay.popleft()
         self._pinned_to = step
-        self._reader.train.load_state_dict(self._before[step])
-        try:
-            return await asyncio.to_thread(self._reader.read)
-        finally:
-            self._reader.train.load_state_dict(now)
+        with self._position_kept() as now:
+            self._reader.train.load_state_dict(self._before[step])
+            try:
+                return await asyncio.to_thread(self._reader.read)
+            finally:
+                self._reader.train.load_state_dict(now)
 
     async def read_more(self) -> list[Task]:
         """Further tasks, for a refill."""
         async with self._reading:
-            tasks = await asyncio.to_thread(self._reader.read_more)
+            with self._position_kept():
+                tasks = await asyncio.to_thread(self._reader.read_more)
             self._pinned_to = max(self._before, default=self._pinned_to)
             return tasks
+
+    @contextmanager
+    def _position_kept(self) -> Iterator[State]:
+        """Around a read in a thread; gives the position before it."""
+        self._position = self._reader.train.state_dict()
+        try:
+            yield self._position
+        finally:
+            self._position = None
+            untold, self._untold = self._untold, []
+            for step, metric in untold:
+                self._reader.feedback(metric, step)
 
     def feedback(self, step: int, metric: Mapping[str, Any]) -> None:
         """What the batch of ``step`` says about its tasks, for selectors that learn."""
         self._observed[step] = metric
-        self._reader.feedback(metric, step)
+        if self._position is None:
+            self._reader.feedback(metric, step)
+        else:
+            self._untold.append((step, metric))
 
     # state ----------------------------------------------------------------------------
     def state_at(self, step: int) -> State:
@@ -73,7 +94,8 @@ class TaskStream:
         replay = [self._before[s] for s in later if s <= self._pinned_to]
         free = [self._before[s] for s in later if s > self._pinned_to]
         replay += list(self._replay)
-        state = {"taskset_state": free[0] if free else self._reader.train.state_dict()}
+        here = self._position or self._reader.train.state_dict()
+        state = {"taskset_state": free[0] if free else here}
         if step in self._observed:
             state["selector_metric"] = dict(self._observed.pop(step))
         return state | ({"replay": replay} if replay else {})

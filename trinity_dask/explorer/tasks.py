@@ -238,7 +238,7 @@ class BatchState:
     unfinished_tasks: int = 0
     counts: Counts = Counts()
     results: list[CompletedTaskResult] = field(default_factory=list)
-    emitted: int = 0
+    completed_tasks: int = 0  # finished ones with runs that are of use
     failures: Counter[str] = field(default_factory=Counter)
     first_error: Optional[RunError] = None
     retries: int = 0

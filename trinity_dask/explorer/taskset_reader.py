@@ -17,6 +17,7 @@ from trinity_dask.buffer.taskset_mix import SELECTOR_METRIC, TasksetScheduler
 from trinity_dask.config import modes
 from trinity_dask.config.schema import Config, TasksetConfig
 from trinity_dask.workflows import Task
+from trinity_dask.workflows.loading import load_plugins
 
 WHOLE_SET = 1 << 31  # tasks; an evaluation reads its set in one batch
 
@@ -42,6 +43,7 @@ class TasksetReader:
         self.evals = dict(zip(names, map(self._eval, source.eval_tasksets), strict=True))
 
     def _open_train(self, cfg: Config) -> TasksetScheduler:
+        load_plugins(cfg.plugin_dirs)  # they may register a function of the algorithm
         spec = resolve_algorithm(asdict(cfg.algorithm))
         return TasksetScheduler(
             cfg.buffer.explorer_input.train_tasksets,

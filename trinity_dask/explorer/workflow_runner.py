@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Optional
 
-from trinity_dask.cluster.loop_watch import current_watch
+from trinity_dask.cluster.loop_watch import current_watch, no_exit
 from trinity_dask.experience import Experience
 from trinity_dask.experience.payload import encode
 from trinity_dask.explorer.baseline import greedy_task, with_baseline
@@ -257,7 +257,8 @@ class WorkflowRunner:
     # instances ------------------------------------------------------------------------
     def _take(self, cls: type[Workflow], attempt: Attempt) -> Workflow:
         """An idle instance, reset to the task, or a new one; its history and state are empty."""
-        workflow = self._reused(cls, attempt.task) or self._new(cls, attempt.task)
+        with no_exit():  # the constructor and reset are user code too
+            workflow = self._reused(cls, attempt.task) or self._new(cls, attempt.task)
         attempt.lane.add_model(workflow.model)
         return workflow
 

@@ -131,5 +131,6 @@ def _in_use(job_dir: Path, name: str) -> str:
     role = "" if who == "run" else f" as {who!r}"
     another = "another name" if who == "run" else "another name (an explorer: explorer.name=...)"
     return (
-        f"{job_dir} is in use by another run{role} ({holder}); stop it, or give this one {another}"
+        f"{job_dir} is in use by another run{role} ({holder}); stop it (a run on a shared "
+        f"scheduler outlives its driver: trinity-dask stop ADDRESS), or give this one {another}"
     )

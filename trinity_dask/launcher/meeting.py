@@ -32,6 +32,18 @@ CREATE_TIMEOUT_S = 60.0
 VANISH_TIMEOUT_S = 20.0
 RECHECK_S = 1.0
 TRAINER = "trainer"
+# of section model: the weights, and what makes the log-probs that one side samples and the
+# other one trains on
+SHARED_MODEL = (
+    "model_path",
+    "dtype",
+    "temperature",
+    "top_p",
+    "top_k",
+    "max_model_len",
+    "max_prompt_tokens",
+    "max_response_tokens",
+)
 
 
 class PeerLost(RuntimeError):
@@ -118,7 +130,7 @@ class Meeting:
 
     # membership -----------------------------------------------------------------------
     def add(self, cfg: Config, member: str) -> None:
-        if member in self.members:
+        if member in self._present:  # one that ended and left may come back
             raise CannotJoin(f"{member!r} of {self.job} is there already; give another name")
         differing = sorted(self._differing(cfg))
         if differing:
@@ -134,8 +146,8 @@ class Meeting:
 
     def _differing(self, cfg: Config) -> Iterator[str]:
         for key, value in shared_settings(cfg):
-            if self._settings[key] != value:
-                yield f"{key}={value!r} here, {self._settings[key]!r} there"
+            if self._settings.get(key) != value:
+                yield f"{key}={value!r} here, {self._settings.get(key)!r} there"
 
     async def leave(self, member: str, end: End) -> None:
         """``member`` is gone; the last one takes the shared parts with it."""
@@ -263,8 +275,14 @@ class Meeting:
 
 def shared_settings(cfg: Config) -> Iterator[tuple[str, Any]]:
     """What every member of a job must have set alike."""
-    yield "model.model_path", cfg.model.model_path
-    yield "algorithm.algorithm_type", cfg.algorithm.algorithm_type
+    for key in SHARED_MODEL:
+        yield f"model.{key}", getattr(cfg.model, key)
+    for key, value in asdict(cfg.model.lora).items():
+        if key != "merge_export":  # how the trainer writes it, not what it is
+            yield f"model.lora.{key}", value
+    for key, value in asdict(cfg.algorithm).items():
+        if key != "optimizer":  # of the trainer alone
+            yield f"algorithm.{key}", value
     for key, value in asdict(cfg.synchronizer).items():
         if key != "peer_timeout_s":
             yield f"synchronizer.{key}", value

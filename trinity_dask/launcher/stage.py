@@ -161,7 +161,7 @@ class StageRunner:
         assert self.pool is not None
         self.coordinator = RolloutCoordinator(self.cfg, self.buffer, run_id=self.run_id)
         stack.push_async_callback(bounded, self.coordinator.shutdown, "coordinator")
-        await self.coordinator.prepare(self._rollout_slots())
+        await self.coordinator.prepare()
         load_s = self.cfg.explorer.rollout_model.prepare_timeout_s
         self.explorer = Explorer(
             self.cfg,
@@ -174,10 +174,6 @@ class StageRunner:
         )
         await self.explorer.prepare()
         return self.explorer
-
-    def _rollout_slots(self) -> int:
-        group = self.cfg.cluster.rollout
-        return group.n_workers * int(group.nthreads or 1)
 
     # accounts ---------------------------------------------------------------------------
     async def _check_accounts(self) -> None:

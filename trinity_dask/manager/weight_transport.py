@@ -74,11 +74,13 @@ class WeightTransport:
             self.group.mark_broken()
             raise
         metrics = _metrics(sent, start)
-        check_receipts(version, sent, dict(zip(slots, receipts, strict=True)))
+        found = dict(zip(slots, receipts, strict=True))
+        check_receipts(version, sent, found)
         if relabel and sent.step is not None and sent.step > version:
             await self._label(sent.step, slots)
             metrics["sync/version"] = float(sent.step)
-        return metrics | (await self._probed(await self.trainer.probe(), slots) if probe else {})
+        able = _able_to_probe(found) if probe else []
+        return metrics | (await self._probed(await self.trainer.probe(), able) if able else {})
 
     async def form_group(
         self, slots: list[str], host: Optional[str] = None, port: Optional[int] = None
@@ -131,8 +133,8 @@ class WeightTransport:
         metrics["sync/seconds"] += published.receipt.seconds
         found = dict(zip(slots, receipts, strict=True))
         check_receipts(published.version, published.receipt, found)
-        probe = published.probe
-        return metrics | (await self._probed(probe, slots) if probe is not None else {})
+        probe, able = published.probe, _able_to_probe(found)
+        return metrics | (await self._probed(probe, able) if probe is not None and able else {})
 
     def remove_files(self) -> None:
         """This explorer reads no more; the files go with the last one that does."""
@@ -174,6 +176,11 @@ def _metrics(sent: WeightReceipt, start: float) -> dict[str, float]:
         "sync/seconds": time.perf_counter() - start,
         "sync/version": float(sent.version),
     }
+
+
+def _able_to_probe(receipts: dict[str, WeightReceipt]) -> list[str]:
+    """Slots whose engines compute log-probs with what they received."""
+    return [slot for slot, receipt in receipts.items() if receipt.has_logprobs]
 
 
 def check_receipts(version: int, sent: WeightReceipt, receipts: dict[str, WeightReceipt]) -> None:

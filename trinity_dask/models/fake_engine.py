@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,6 +49,7 @@ class FakeEngine:
         self.sigma = float(spec.config.get("fake_latency_sigma", 0.0))
         self.first_latency_s = float(spec.config.get("fake_first_latency_s", 0.0))
         self._rng = np.random.default_rng(int(spec.config.get("seed", 0)))
+        self._eos_id = _vocab_size(spec.model_path) - 1
         self._group: Any = None
         self._running = 0
         self._n_requests = 0
@@ -83,10 +86,10 @@ class FakeEngine:
         draw = int.from_bytes(hashlib.blake2b(key.tobytes(), digest_size=4).digest(), "little")
         length = sampling.min_tokens + draw % (sampling.max_tokens - sampling.min_tokens + 1)
         length = max(length, 1)
-        tokens = (draw + np.arange(length) * 7919) % EOS_ID
+        tokens = (draw + np.arange(length) * 7919) % self._eos_id
         stopped = length < sampling.max_tokens or draw % 2 == 0
         if stopped:
-            tokens[-1] = EOS_ID
+            tokens[-1] = self._eos_id
         self._n_tokens += length
         return Completion(
             tokens.astype(np.int32),
@@ -122,7 +125,9 @@ class FakeEngine:
         for _ in incoming(update, self._group, digest):
             pass  # received for its checksum only
         seconds = time.perf_counter() - start
-        return WeightReceipt(update.version, digest.value, digest.n_bytes, seconds)
+        return WeightReceipt(
+            update.version, digest.value, digest.n_bytes, seconds, has_logprobs=False
+        )
 
     async def label_weights(self, version: int) -> None:
         self.model_version = version
@@ -137,3 +142,12 @@ class FakeEngine:
 
     async def close(self) -> None:
         await self.teardown_weight_group()
+
+
+def _vocab_size(model_path: str) -> int:
+    """Of what is sampled: a model that is trained on it must know every token."""
+    config = Path(model_path) / "config.json"
+    if not model_path or not config.is_file():
+        return VOCAB_SIZE
+    known = json.loads(config.read_text(encoding="utf-8")).get("vocab_size", VOCAB_SIZE)
+    return max(2, min(VOCAB_SIZE, int(known)))

@@ -98,6 +98,8 @@ class WeightReceipt:
     n_bytes: int
     seconds: float
     step: Optional[int] = None  # trainer only: the train step whose weights these are
+    # false: an engine that computes nothing with them, so its log-probs prove nothing
+    has_logprobs: bool = True
 
 
 class InferenceEngine(Protocol):

@@ -88,7 +88,9 @@ class Progress:
 
     def _print(self, status: Status) -> None:
         # `version` also counts changes of in-flight numbers: too many lines
-        keys = ("state", "stage", "step", "message", "failures")
+        keys = ["state", "stage", "step", "message", "failures"]
+        if status.get("mode") == "explore":  # no trainer here whose steps would be lines
+            keys.append("explorer_step")
         mark = (*(repr(status.get(key)) for key in keys), repr(status.get("eval")))
         if mark != self._last_mark:
             self._last_mark = mark

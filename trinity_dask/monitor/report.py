@@ -6,15 +6,17 @@ later and by another process; a path is listed only if it exists.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from trinity_dask.monitor.history import load_metrics, stage_files
-from trinity_dask.monitor.scores import bench_scores, headline_scores
+from trinity_dask.monitor.scores import BENCHMARK_FILE, bench_scores, headline_scores
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -67,9 +69,13 @@ def before_after(frame: pd.DataFrame) -> list[Change]:
 
 
 def bench_table(job_dir: str | Path) -> Table | None:
-    """One row per stage and benchmarked step, one column per score; None without any."""
-    frame = load_metrics(job_dir)
-    names = bench_scores(str(name) for name in frame.columns)
+    """One row per stage and benchmarked step, one column per score; None without any.
+
+    From the benchmarks' own files: each has the results of all calls with its settings, while
+    a later call's metrics hide those of steps that an earlier one was ahead with.
+    """
+    rows = list(_bench_results(Path(job_dir)))
+    names = bench_scores(sorted({name for _, _, metrics in rows for name in metrics}))
     if not names:
         return None
     table = Table(title="benchmark", title_justify="left")
@@ -77,10 +83,24 @@ def bench_table(job_dir: str | Path) -> Table | None:
         table.add_column(
             column.removeprefix("bench/"), justify="left" if column == "stage" else "right"
         )
-    for _, row in frame[frame["role"] == "benchmark"].iterrows():
-        scores = [f"{row[name]:.3f}" if row[name] == row[name] else "-" for name in names]
-        table.add_row(str(row["stage"]) or "-", str(int(row["step"])), *scores)
+    for stage, step, metrics in rows:
+        values = (metrics.get(name) for name in names)
+        scores = ["-" if v is None or v != v else f"{v:.3f}" for v in values]
+        table.add_row(stage or "-", str(step), *scores)
     return table
+
+
+def _bench_results(job_dir: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """(stage, step, metrics) in the order of the stages, as far as it is known, and steps."""
+    own = job_dir / BENCHMARK_FILE
+    begun = [name for name, _ in stage_files(job_dir)]
+    stages = {path.parent.name: path for path in sorted(job_dir.glob(f"*/{BENCHMARK_FILE}"))}
+    order = sorted(stages, key=lambda name: begun.index(name) if name in begun else len(begun))
+    files = [("", own)] if own.exists() else [(name, stages[name]) for name in order]
+    for stage, path in files:
+        results = json.loads(path.read_text(encoding="utf-8"))["results"]
+        for step in sorted(results, key=int):
+            yield stage, int(step), results[step]
 
 
 def _change(frame: pd.DataFrame, stage: str, name: str) -> Change | None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+# written by mode bench into a stage's directory: {"results": {step: {metric: value}}, ...}
+BENCHMARK_FILE = "benchmark_meta.json"
 REWARD = "rollout/reward/mean"  # the sampled reward of a batch
 BOOKKEEPING = re.compile(
     r"/time/|/(failed_runs|cancelled_runs|finished_task_count|model_version|retries)$|/std(@\d+)?$"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
+from trinity_dask.config import modes
 from trinity_dask.config.errors import ConfigError, raise_if
 from trinity_dask.config.schema import Config, TasksetConfig
 from trinity_dask.config.stages import split_stages
@@ -56,7 +57,7 @@ def _samples_on_cpu_with_vllm(stage: Config) -> bool:
 def _stage_problems(stage: Config) -> Iterator[str]:
     from trinity_dask.algorithm.table import resolve_algorithm
 
-    yield from _tried("algorithm", lambda: resolve_algorithm(asdict(stage.algorithm)))
+    yield from _tried("algorithm", lambda: _check_teacher(stage, resolve_algorithm))
     if stage.mode == "train":
         return
     yield from _operator_problems(stage)
@@ -66,6 +67,15 @@ def _stage_problems(stage: Config) -> Iterator[str]:
     for index, taskset in enumerate(source.eval_tasksets):
         key = f"buffer.explorer_input.eval_tasksets.{index}"
         yield from _taskset_problems(key, taskset, stage)
+
+
+def _check_teacher(stage: Config, resolve: Callable[..., Any]) -> None:
+    spec = resolve(asdict(stage.algorithm))
+    if spec.uses_teacher_logits and modes.trains(stage.mode) and not stage.model.teacher_model_path:
+        raise ValueError(
+            f"policy_loss_fn {spec.resolved['policy_loss_fn']!r} compares with a teacher's whole "
+            "distribution, which no row carries; set model.teacher_model_path=<directory>"
+        )
 
 
 def _operator_problems(stage: Config) -> Iterator[str]:

@@ -7,12 +7,14 @@ change.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 
 log = logging.getLogger("trinity_dask.trainer")
 
 TRUNCATED_SHARE = 0.5
 SILENT_STEPS = 5
+NO_ADVANTAGE = 1e-6  # what rounding leaves of the difference of equal rewards
 
 
 class Alarms:
@@ -25,10 +27,8 @@ class Alarms:
 
     def look(self, step: int, metrics: Mapping[str, float]) -> None:
         self._truncated(step, metrics.get("sample/truncated_share", 0.0))
-        # one task alone may well have equal rewards; a std over several says something
-        flat = metrics.get("sample/reward/std") == 0.0 and metrics.get("sample/rows", 0.0) > 1
-        self._flat_steps = self._flat_steps + 1 if flat else 0
-        silent = metrics.get("actor/grad_norm") == 0.0
+        self._flat_steps = self._flat_steps + 1 if _flat(metrics) else 0
+        silent = 0.0 in (metrics.get("actor/grad_norm"), metrics.get("actor/updates"))
         self._silent_steps = self._silent_steps + 1 if silent else 0
         self._no_signal(metrics)
 
@@ -47,8 +47,8 @@ class Alarms:
             self._ring(
                 "silent",
                 "the gradient was exactly 0 in the last %d steps: all answers of each group earn "
-                "the same reward, so nothing is learned. Look at the rewards, use an easier task "
-                "or a better start model, or raise algorithm.repeat_times",
+                "the same reward, or none, so nothing is learned. Look at the rewards, use an "
+                "easier task or a better start model, or raise algorithm.repeat_times",
                 SILENT_STEPS,
             )
         elif self._flat_steps >= SILENT_STEPS:
@@ -65,3 +65,15 @@ class Alarms:
         if name not in self._rung:
             self._rung.add(name)
             log.warning(message, *values)
+
+
+def _flat(metrics: Mapping[str, float]) -> bool:
+    """Rewards that do not differ, and advantages that are nothing because of it.
+
+    A teacher, step rewards or a critic can give a direction to rows of equal reward. One
+    reward alone says nothing.
+    """
+    several = metrics.get("sample/reward/count", 0.0) > 1
+    ends = [metrics.get(f"critic/advantages/{end}", math.inf) for end in ("min", "max")]
+    flat = metrics.get("sample/reward/std") == 0.0
+    return several and flat and max(map(abs, ends)) <= NO_ADVANTAGE

@@ -12,9 +12,12 @@ Layout of ``<job>/global_step_<n>/``::
     actor/*.json, ...            configuration and tokenizer: transformers loads actor/
     critic/...                   the same of the critic, where there is one
     rng.safetensors              random generator
-    huggingface/                 only when asked: loadable by transformers and vLLM
     state.json                   trainer step, counters, lease or reader state
     COMPLETE                     names, sizes and (small files) hashes of all of these
+    huggingface/                 only when asked: loadable by transformers and vLLM
+
+``huggingface/`` is made from the rest and may be made again or deleted at any time, so the
+marker says nothing about it; it appears whole or not at all by itself.
 """
 
 from __future__ import annotations
@@ -63,9 +66,14 @@ def is_complete(path: str | Path) -> bool:
     path = Path(path)
     try:
         files = json.loads((path / MARKER).read_text(encoding="utf-8"))["files"]
-        return all(_agrees(path / name, entry) for name, entry in files.items())
+        return all(_agrees(path / name, entry) for name, entry in files.items() if _marked(name))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
+
+
+def _marked(name: str) -> bool:
+    """Whether the marker vouches for the file; older markers also named the export's."""
+    return Path(name).parts[0] != HF_EXPORT
 
 
 def _agrees(file: Path, entry: dict[str, Any]) -> bool:
@@ -208,9 +216,9 @@ def _is_replaced(path: Path) -> bool:
 
 def _write_marker(directory: Path, step: int) -> None:
     files = {
-        str(file.relative_to(directory)): _entry(file)
+        name: _entry(file)
         for file in sorted(directory.rglob("*"))
-        if file.is_file()
+        if file.is_file() and _marked(name := str(file.relative_to(directory)))
     }
     marker = directory / MARKER
     marker.write_text(json.dumps({"step": step, "files": files}, indent=1), encoding="utf-8")

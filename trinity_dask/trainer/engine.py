@@ -35,6 +35,7 @@ from trinity_dask.trainer.critic import Critic
 from trinity_dask.trainer.frozen import BaseUnderAdapter, FrozenModel
 from trinity_dask.trainer.gradients import GradientGroup
 from trinity_dask.trainer.objective import Objective
+from trinity_dask.trainer.scored import drop_unscored
 from trinity_dask.trainer.settings import EngineSettings
 from trinity_dask.trainer.step_advantages import describe_estimate, estimate
 from trinity_dask.trainer.step_rows import StepRows
@@ -79,8 +80,10 @@ class TrainEngine:
             cfg = settings.critic
             of_critic = self._trainable(critic, cfg.optimizer, cfg.grad_clip, group)
             self.critic = Critic(of_critic, cfg)
-        self.scorer = self.policy.scorer(settings.temperature)
-        self.objective = Objective(spec, self.scorer)
+        # rows that no sampler drew (sft, cpt, dpo) have their likelihood at temperature 1
+        self.temperature = settings.temperature if spec.schema == "experience" else 1.0
+        self.scorer = self.policy.scorer(self.temperature)
+        self.objective = Objective(spec, self.scorer, self._teacher_logits)
 
     def _trainable(
         self, module: Any, optimizer: OptimizerConfig, clip: float, group: Optional[GradientGroup]
@@ -104,10 +107,18 @@ class TrainEngine:
     def check(self, available: Collection[str]) -> None:
         """Raise ValueError when the rows lack a tensor that the algorithm needs."""
         self.objective.check(available)
-        if self.spec.uses_teacher and self.teacher is None and "teacher_logprobs" not in available:
+        if self.teacher is not None:
+            return
+        kind, spec = self.spec.algorithm_type, self.spec
+        if spec.uses_teacher_logits:
             raise ValueError(
-                f"{self.spec.algorithm_type}: a row has no teacher_logprobs; set "
-                "model.teacher_model_path, or let the workflow ask a teacher for them"
+                f"{kind}: the policy loss compares with a teacher's whole distribution; set "
+                "model.teacher_model_path"
+            )
+        if spec.uses_teacher_logprobs and "teacher_logprobs" not in available:
+            raise ValueError(
+                f"{kind}: a row has no teacher_logprobs; set model.teacher_model_path, or let the "
+                "workflow ask a teacher for them"
             )
 
     def plan(
@@ -154,11 +165,12 @@ class TrainEngine:
         """
         self.check(batch)
         rows = self._rows(batch, plan or self.plan(batch["lengths"].numpy(), step))
+        whole = batch if whole is None else whole
+        metrics = drop_unscored(self.spec, rows, whole)
         denominators = counted(rows, rows.plan.updates, self.settings.response_tokens)
-        metrics: dict[str, float] = {}
         with self.policy.on_device():
             self._score(rows, metrics)
-            metrics |= self._advantages(rows, batch if whole is None else whole)
+            metrics |= self._advantages(rows, whole)
         if self.critic is not None:
             with timed(metrics, "update_critic"), self.critic.model.on_device():
                 metrics |= self.critic.update(rows, step)
@@ -191,7 +203,8 @@ class TrainEngine:
         if self.reference is not None:
             with timed(metrics, "ref_log_prob"):
                 self._score_frozen(rows, self.reference, "ref_logprobs")
-        if self.teacher is not None and "teacher_logprobs" not in rows.batch:
+        missing = self.spec.uses_teacher_logprobs and "teacher_logprobs" not in rows.batch
+        if self.teacher is not None and missing:
             with timed(metrics, "teacher_log_prob"):
                 self._score_frozen(rows, self.teacher, "teacher_logprobs")
         if self.critic is not None:
@@ -232,9 +245,15 @@ class TrainEngine:
         return found
 
     def _score_frozen(self, rows: StepRows, model: Frozen, name: str) -> None:
-        scorer = model.scorer(self.settings.temperature)
+        scorer = model.scorer(self.temperature, self.settings.logits_bytes)
         with model.on_device():
             rows.score(rows.every, lambda micro: {name: scorer(micro).logprob})
+
+    @torch.no_grad()
+    def _teacher_logits(self, micro: MicroBatch) -> Tensor:
+        assert self.teacher is not None  # see check()
+        with self.teacher.on_device():
+            return self.teacher.scorer(self.temperature).response_logits(micro)
 
     def _advantages(self, rows: StepRows, whole: Batch) -> dict[str, float]:
         if not self.spec.advantage_in_trainer:
@@ -287,10 +306,14 @@ class TrainEngine:
         return totals
 
     def _adapt(self, metrics: dict[str, float], denominators: list[Denominator]) -> None:
-        """Move an adaptive KL coefficient by the step's KL, the same on every rank."""
+        """Move an adaptive KL coefficient by the step's KL, the same on every rank.
+
+        Every epoch passes over the same rows; the step has them once.
+        """
         if "actor/kl_loss" in metrics:
             metrics["actor/kl_coef"] = self.spec.kl_loss.coef
-            self.spec.kl_loss.update(metrics["actor/kl_loss"], sum(d.rows for d in denominators))
+            rows = sum(d.rows for d in denominators) / self.settings.ppo_epochs
+            self.spec.kl_loss.update(metrics["actor/kl_loss"], rows)
 
     # after the last update --------------------------------------------------------------
     def _correction(self, rows: StepRows) -> dict[str, float]:

@@ -14,7 +14,7 @@ from typing import Any, Optional
 import torch
 
 from trinity_dask.models.lora import adapter_off
-from trinity_dask.trainer.logprobs import Scorer
+from trinity_dask.trainer.logprobs import LOGITS_BYTES, Scorer
 from trinity_dask.trainer.offload import to_device
 
 
@@ -37,8 +37,8 @@ class FrozenModel:
         if offload:
             to_device(module, torch.device("cpu"))
 
-    def scorer(self, temperature: float = 1.0) -> Scorer:
-        return Scorer(self.module, temperature, self.autocast)
+    def scorer(self, temperature: float = 1.0, logits_bytes: int = LOGITS_BYTES) -> Scorer:
+        return Scorer(self.module, temperature, self.autocast, logits_bytes=logits_bytes)
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
@@ -63,9 +63,13 @@ class BaseUnderAdapter:
         self.module = policy
         self.autocast = autocast
 
-    def scorer(self, temperature: float = 1.0) -> Scorer:
+    def scorer(self, temperature: float = 1.0, logits_bytes: int = LOGITS_BYTES) -> Scorer:
         return Scorer(
-            self.module, temperature, self.autocast, around=partial(adapter_off, self.module)
+            self.module,
+            temperature,
+            self.autocast,
+            around=partial(adapter_off, self.module),
+            logits_bytes=logits_bytes,
         )
 
     @contextmanager

@@ -32,7 +32,9 @@ def export_policy(checkpoint: Path, dtype: torch.dtype, merge: bool = False) -> 
         FileNotFoundError: there are no weights, or an adapter's base model is gone.
     """
     target, partial = checkpoint / HF_EXPORT, checkpoint / f".{HF_EXPORT}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
+    replaced = checkpoint / f".{HF_EXPORT}.replaced"
+    for left in (partial, replaced):  # of an export that was killed
+        shutil.rmtree(left, ignore_errors=True)
     partial.mkdir()
     adapter = checkpoint / ACTOR / ADAPTER_DIR
     try:
@@ -40,10 +42,12 @@ def export_policy(checkpoint: Path, dtype: torch.dtype, merge: bool = False) -> 
             _copy_adapter(adapter, checkpoint / ACTOR, partial, dtype)
         else:
             _write_model(adapter, checkpoint / ACTOR, partial, dtype)
-        shutil.rmtree(target, ignore_errors=True)
+        if target.exists():  # removing it in place would leave half of it to a kill
+            target.rename(replaced)
         partial.rename(target)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        for left in (partial, replaced):
+            shutil.rmtree(left, ignore_errors=True)
     return target
 
 

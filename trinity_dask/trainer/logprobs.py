@@ -25,10 +25,11 @@ LOGITS_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Scores:
-    """logprob float32 ``[b, R]``, and the entropy ``[b, R]`` where it was asked for."""
+    """logprob float32 ``[b, R]``; where asked for, entropy ``[b, R]`` and logits ``[b, R, V]``."""
 
     logprob: Tensor
     entropy: Optional[Tensor] = None
+    logits: Optional[Tensor] = None
 
 
 class Scorer:
@@ -60,11 +61,18 @@ class Scorer:
         self._head = plain_head(model) if self._keeps_logits else None
 
     def __call__(
-        self, micro: MicroBatch, entropy: bool = False, entropy_gradient: bool = True
+        self,
+        micro: MicroBatch,
+        entropy: bool = False,
+        entropy_gradient: bool = True,
+        keep_logits: bool = False,
     ) -> Scores:
-        """Log-probs, and entropies when asked for (as a mere metric: without gradient)."""
+        """Log-probs, and entropies when asked for (as a mere metric: without gradient).
+
+        ``keep_logits``: the logits too, divided by the temperature, with gradient.
+        """
         targets = micro.input_ids[:, micro.prompt_width :]
-        if self._head is not None and self._is_large(targets.numel()):
+        if not keep_logits and self._head is not None and self._is_large(targets.numel()):
             scores = self._in_parts(self._head, micro, targets, entropy, entropy_gradient)
             if scores is not None:
                 return scores
@@ -72,9 +80,11 @@ class Scorer:
         logprob = -F.cross_entropy(
             logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), reduction="none"
         ).view(targets.shape)
+        kept = logits if keep_logits else None
         if not entropy:
-            return Scores(logprob)
-        return Scores(logprob, token_entropy(logits if entropy_gradient else logits.detach()))
+            return Scores(logprob, None, kept)
+        entropies = token_entropy(logits if entropy_gradient else logits.detach())
+        return Scores(logprob, entropies, kept)
 
     def _is_large(self, n_tokens: int) -> bool:
         assert self._head is not None

@@ -7,7 +7,7 @@ term gets the tensors that it declares, under the names of ``trinity_dask.algori
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -43,10 +43,15 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Objective:
-    """Scores rows with the policy and turns the scores into a loss."""
+    """Scores rows with the policy and turns the scores into a loss.
+
+    ``teacher_logits``: what the teacher says of a micro-batch, float32 ``[b, R, V]`` without
+    gradient, at the temperature of ``scorer``; only asked where the loss declares it.
+    """
 
     spec: AlgorithmSpec
     scorer: Scorer
+    teacher_logits: Optional[Callable[[MicroBatch], Tensor]] = None
 
     def check(self, available: Collection[str]) -> None:
         """Raise ValueError when a tensor that the algorithm needs is not ``available``."""
@@ -76,6 +81,8 @@ class Objective:
         scores = self._score(micro)
         old = self._old(micro.fields, scores.logprob, first)
         inputs = self._inputs(micro.fields, scores, old, denominator, step)
+        if self.spec.uses_teacher_logits and self.teacher_logits is not None:
+            inputs["teacher_logits"] = self.teacher_logits(micro)
         loss, metrics = self._policy_term(inputs, micro.fields)
         loss = loss + self._other_terms(inputs, scores, metrics)
         metrics["final_loss"] = loss.detach()
@@ -91,10 +98,12 @@ class Objective:
 
     def _score(self, micro: MicroBatch) -> Scores:
         bonus = self.spec.entropy_loss
-        with_gradient = bonus.active or "entropy" in self.spec.policy_loss.needs
+        needs = self.spec.policy_loss.needs
+        logits = "logits" in needs
+        with_gradient = bonus.active or "entropy" in needs
         if with_gradient or not bonus.measured:
-            return self.scorer(micro, entropy=with_gradient)
-        return self.scorer(micro, entropy=True, entropy_gradient=False)
+            return self.scorer(micro, entropy=with_gradient, keep_logits=logits)
+        return self.scorer(micro, entropy=True, entropy_gradient=False, keep_logits=logits)
 
     def _inputs(
         self,
@@ -113,7 +122,7 @@ class Objective:
             "step": step,
         }
         inputs |= {name: fields[field] for name, field in FIELDS.items() if field in fields}
-        optional = {"old_logprob": old, "entropy": scores.entropy}
+        optional = {"old_logprob": old, "entropy": scores.entropy, "logits": scores.logits}
         return inputs | {name: value for name, value in optional.items() if value is not None}
 
     def _policy_term(

@@ -51,6 +51,7 @@ from trinity_dask.trainer.roles import load_critic, load_reference, load_teacher
 from trinity_dask.trainer.row_metrics import describe_rows, max_memory_gb
 from trinity_dask.trainer.rows import RowSource, TrainInput, available_fields, row_lengths
 from trinity_dask.trainer.settings import EngineSettings
+from trinity_dask.workflows.loading import load_plugins
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -137,6 +138,7 @@ class TrainerRank:
         self._loaded = None  # a rebuild must not hold two models, nor the old group
         torch.set_num_threads(self.cfg.cluster.trainer.omp_threads)
         torch.manual_seed(self.cfg.seed)
+        load_plugins(self.cfg.plugin_dirs)  # they may register a function of the algorithm
         spec = resolve_algorithm(asdict(self.cfg.algorithm))
         group = self._join(master, generation)
         mesh = None if group is None else self._mesh(group, master)

@@ -2,7 +2,7 @@
 
 Invariant: every number covers *all* rows of the step, whatever the ranks, and only tokens
 that the policy chose where it speaks about advantages and returns; a share of groups counts
-each task once.
+each task once; a reward is that of a rollout, finite, never that of a demonstration.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
+from trinity_dask.experience.collate import flagged
 from trinity_dask.experience.experience import PROMPT_TRUNCATED, RESPONSE_TRUNCATED
 from trinity_dask.trainer.rows import row_lengths
 
@@ -28,6 +29,7 @@ def describe_rows(table: pa.Table) -> dict[str, float]:
     """
     if table.num_rows == 0:
         return {"sample/rows": 0.0, "sample/tokens": 0.0}
+    rewards = _finite_rewards(table)
     tokens = row_lengths(table)
     prompt = table["prompt_length"].to_numpy().astype(np.int64)
     truncated = _share(table, RESPONSE_TRUNCATED)
@@ -39,8 +41,8 @@ def describe_rows(table: pa.Table) -> dict[str, float]:
         "response_length/clip_ratio": truncated,
         **bounds("prompt_length", prompt),
         "prompt_length/clip_ratio": _share(table, PROMPT_TRUNCATED),
-        **_groups(table),
-        **_rewards(table),
+        **_groups(table, rewards),
+        **_rewards(rewards),
         **_token_columns(table),
         **_versions(table),
     }
@@ -70,9 +72,17 @@ def _share(table: pa.Table, status: str) -> float:
     return found / table.num_rows
 
 
-def _groups(table: pa.Table) -> dict[str, float]:
+def _finite_rewards(table: pa.Table) -> pa.ChunkedArray:
+    """The reward of each row; null where there is none, it is not finite, or the row is a
+    demonstration, whose reward is a placeholder."""
+    rewards = table["reward"]
+    keep = pc.and_(pc.is_finite(rewards), pa.array(~flagged(table, "is_expert")))
+    return pc.if_else(keep, rewards, pa.scalar(None, rewards.type))
+
+
+def _groups(table: pa.Table, rewards: pa.ChunkedArray) -> dict[str, float]:
     """Tasks, and the share of those with two rewards or more whose rewards are all equal."""
-    of_task = table.select([*TASK, "reward"]).group_by(TASK)
+    of_task = table.select(TASK).append_column("reward", rewards).group_by(TASK)
     groups = of_task.aggregate([("reward", "min"), ("reward", "max"), ("reward", "count")])
     metrics = {"sample/task_count": float(groups.num_rows)}
     several = pc.greater(groups["reward_count"], 1)
@@ -83,14 +93,17 @@ def _groups(table: pa.Table) -> dict[str, float]:
     return metrics
 
 
-def _rewards(table: pa.Table) -> dict[str, float]:
-    rewards = table["reward"].drop_null().to_numpy()
+def _rewards(column: pa.ChunkedArray) -> dict[str, float]:
+    rewards = column.drop_null().to_numpy()
     if len(rewards) == 0:
         return {}
     score = bounds("critic/score", rewards)
+    # the mean of equal numbers is rounded, and their std with it not 0
+    same = rewards.min() == rewards.max()
     return score | {
         "sample/reward/mean": float(rewards.mean()),
-        "sample/reward/std": float(rewards.std()),
+        "sample/reward/std": 0.0 if same else float(rewards.std()),
+        "sample/reward/count": float(len(rewards)),
     }
 
 

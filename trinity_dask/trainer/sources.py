@@ -23,6 +23,7 @@ from trinity_dask.config.schema import Config
 from trinity_dask.experience.payload import encode_table
 from trinity_dask.models.tokenizer import load_tokenizer
 from trinity_dask.trainer.rows import TrainInput
+from trinity_dask.workflows.loading import load_plugins
 
 SLICE_S = 1.0  # how long one wait for rows lasts before the caller can look around
 
@@ -76,6 +77,7 @@ class BufferSource:
         # without an explorer the batches of an earlier run are all there will be
         self._offline = buffer is None
         self._buffer = buffer or ExperienceBuffer(self._cfg)
+        load_plugins(cfg.plugin_dirs)  # they may register a function of the algorithm
         spec = resolve_algorithm(asdict(cfg.algorithm))
         args = spec.sample_strategy_args
         self._strategy = make_strategy(spec.sample_strategy, args, cfg, self._buffer)
@@ -136,6 +138,7 @@ class FileSource:
         self.left_rows = 0
         self.progress = 0
         self._cfg = cfg
+        load_plugins(cfg.plugin_dirs)  # they may register a function of the algorithm
         self._schema = resolve_algorithm(asdict(cfg.algorithm)).schema
         self._rows: int = cfg.buffer.train_batch_size
         self._since = 0

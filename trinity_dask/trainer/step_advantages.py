@@ -17,6 +17,7 @@ from trinity_dask.algorithm.table import AlgorithmSpec
 from trinity_dask.trainer.batching import Batch, UpdatePlan
 from trinity_dask.trainer.gradients import GradientGroup
 from trinity_dask.trainer.row_metrics import bounds
+from trinity_dask.trainer.scored import scored_mask
 from trinity_dask.trainer.step_rows import StepRows
 from trinity_dask.trainer.value_model import explained_variance
 
@@ -41,26 +42,14 @@ def last_valid(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 def token_rewards(batch: Batch) -> Tensor:
     """float32 ``[B, R]``: the token rewards of the rows, or the reward at the last token that
-    the policy chose (0 where there is no reward)."""
+    the policy chose (0 where there is no finite one)."""
     mask = batch["action_mask"]
     if "token_level_reward" in batch:
-        return batch["token_level_reward"].float().clone()
+        return batch["token_level_reward"].float().nan_to_num(0.0, 0.0, 0.0)
     rewards = torch.zeros(mask.shape, device=mask.device)
     rows, last = last_valid(mask)
     rewards[rows, last[rows]] = batch["reward"][rows].nan_to_num(0.0, 0.0, 0.0)
     return rewards
-
-
-def scored_mask(batch: Batch) -> Tensor:
-    """``action_mask`` without the rows that nothing can be said about.
-
-    When no row at all has a reward, the estimator does not live on rewards: all stay.
-    """
-    mask = batch["action_mask"]
-    if "token_level_reward" in batch:
-        return mask
-    finite = torch.isfinite(batch["reward"])
-    return mask if not bool(finite.any()) else mask & finite[:, None]
 
 
 def gather_rows(values: Tensor, width: int, plan: UpdatePlan, group: GradientGroup) -> Tensor:
@@ -80,7 +69,7 @@ def global_batch(spec: AlgorithmSpec, whole: Batch, rows: StepRows, group: Gradi
     width = whole["action_mask"].shape[1]
     batch: Batch = {
         "token_level_rewards": token_rewards(whole),
-        "action_mask": scored_mask(whole),
+        "action_mask": scored_mask(spec, whole),
         "uid": [str(key) for key in whole["group"].tolist()],
         "run": _list(whole.get("run")),
     }
@@ -122,8 +111,7 @@ def estimate(
 def _hand_out(batch: Batch, scored: Tensor, rows: StepRows) -> None:
     """What the estimator made of this rank's rows; ``scored`` is the mask that it was given.
 
-    Tokens that it cut out of the mask are not trained on. An unscored row stays, with
-    advantage 0, as it does with the grouped estimators.
+    Tokens that it cut out of the mask are not trained on, and still counted.
     """
     mine, width = torch.from_numpy(rows.plan.rows), rows.mask.shape[1]
     for name in ("advantages", "returns"):

@@ -9,12 +9,13 @@ bool ``[B, R]``, whatever else its ``__call__`` declares (``old_logprob``, ``adv
 ``ref_logprob``, ``rollout_logprob`` float32 ``[B, R]``; ``expert_mask`` bool ``[B, R]``;
 ``step`` int, the train step), and optionally ``weights`` (detached importance weights
 ``[B, R]``), ``denominator`` and ``loss_agg_mode``. It returns ``(scalar loss, metrics)``.
-Without a denominator it normalises over the rows that it is given.
+Without a denominator it normalises over the rows that it is given; a user's loss that takes
+none is read as a mean over the tokens that it was given (see :class:`AnyLoss`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Optional
 
 import torch
@@ -27,7 +28,7 @@ from trinity_dask.algorithm.aggregate import (
     check_mode,
     token_share,
 )
-from trinity_dask.algorithm.calling import needs_of, takes_weights
+from trinity_dask.algorithm.calling import declared, needs_of, pick, takes_weights
 from trinity_dask.algorithm.registry import Registry
 
 # exp of more than this says nothing and overflows products; such a token has no gradient
@@ -46,6 +47,7 @@ class PolicyLoss:
     """
 
     default_agg_mode: ClassVar[str] = TOKEN_MEAN
+    of_pairs: bool = False  # its rows are preference pairs: chosen, rejected, ...
 
     def __init__(self, loss_agg_mode: Optional[str] = None) -> None:
         self.agg_mode = check_mode(loss_agg_mode or self.default_agg_mode)
@@ -85,11 +87,18 @@ class PolicyLoss:
 
 
 class AnyLoss(PolicyLoss):
-    """A user's loss that is not a :class:`PolicyLoss`: a function, or an object of theirs."""
+    """A user's loss that is not a :class:`PolicyLoss`: a function, or an object of theirs.
+
+    One that declares no ``denominator`` cannot know how many tokens the mini-batch has. Its
+    loss and its metrics are taken as means over the valid tokens it was given, and weighed
+    by the share of these in the mini-batch: so the sum over passes and ranks is that mean
+    over the whole.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(getattr(function, "agg_mode", None))
         self.function = function
+        self.of_pairs = getattr(function, "of_pairs", False)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -101,9 +110,23 @@ class AnyLoss(PolicyLoss):
 
     def __call__(self, **inputs: Any) -> LossResult:
         # what the trainer always offers is passed only where it is declared
-        from trinity_dask.algorithm.calling import pick
+        given = pick(self.function, inputs)
+        denominator = inputs.get("denominator")
+        if denominator is None or "denominator" in declared(self.function):
+            return self.function(**given)
+        return self._share(given, inputs["logprob"], inputs["action_mask"], denominator)
 
-        return self.function(**pick(self.function, inputs))
+    def _share(
+        self, given: Mapping[str, Any], logprob: Tensor, mask: Tensor, denominator: Denominator
+    ) -> LossResult:
+        tokens = mask.sum()
+        if not tokens:  # a pass without a valid token: the mean of nothing may well be NaN
+            with torch.no_grad():
+                _, metrics = self.function(**given)
+            return logprob.sum() * 0.0, {name: torch.zeros(()) for name in metrics}
+        share = tokens / max(denominator.tokens, 1.0)
+        loss, metrics = self.function(**given)
+        return loss * share, {name: value * share for name, value in metrics.items()}
 
 
 def counted(denominator: Optional[Denominator], mask: Tensor) -> Denominator:

@@ -25,6 +25,8 @@ class DPOLoss(PolicyLoss):
     has no per-token form, so ``loss_agg_mode`` does not apply.
     """
 
+    of_pairs = True
+
     def __init__(self, beta: float = 0.1, label_smoothing: float = 0.0) -> None:
         super().__init__()
         if not beta > 0:

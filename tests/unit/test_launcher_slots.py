@@ -1,0 +1,53 @@
+"""How many sub-tasks a stage lets run at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, Optional
+
+import pytest
+
+from trinity_dask.config.schema import Config, GroupConfig
+from trinity_dask.explorer.scheduler import Scheduler
+from trinity_dask.explorer.scheduler_state import SchedulerState
+from trinity_dask.explorer.tasks import Counts
+from trinity_dask.launcher.stage import StageRunner
+from trinity_dask.workflows import Task
+
+
+class Started(Exception):
+    """The scheduler is made; there is no cluster to start it in."""
+
+
+def test_the_lanes_of_runner_workers_come_on_top_of_those_of_engines(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found: list[SchedulerState] = []
+
+    async def start(self: Scheduler) -> None:
+        found.append(self.state)
+        raise Started
+
+    monkeypatch.setattr(Scheduler, "start", start)
+    cfg = Config(mode="bench", checkpoint_root_dir=str(tmp_path))
+    cfg.cluster.rollout = GroupConfig(n_workers=1, nthreads=2)
+    cfg.cluster.runner = GroupConfig(n_workers=1, nthreads=3)
+    board: Optional[Any] = None
+
+    async def main() -> None:
+        stage = StageRunner(cfg, board, "run")
+        async with AsyncExitStack() as stack:
+            stage._make_engines(stack)
+            await stage._make_explorer(stack, "explorer")
+
+    with pytest.raises(Started):
+        asyncio.run(main())
+    (state,) = found
+    state.place_up("engine-0", 2, 0.0, "rollout")
+    state.place_up("runner-0", 3, 0.0, "runner")
+    state.schedule(1, [Task("beside") for _ in range(4)], 0.0, lambda task: "rollout")
+    state.schedule(2, [Task("blocking") for _ in range(4)], 0.0, lambda task: "runner")
+    assert state.busy == 5
+    assert state.batches[1].counts == Counts(scheduled=4)

@@ -1,0 +1,48 @@
+"""Which engines the log-prob probe after a weight update asks."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trinity_dask.config.schema import SynchronizerConfig
+from trinity_dask.manager.weight_shelf import Probe, Published
+from trinity_dask.manager.weight_transport import WeightMismatch, WeightTransport
+from trinity_dask.models.protocol import WeightReceipt
+
+
+class Engines(WeightTransport):
+    """A transport whose engines answer here: their receipts are given, log-probs are all 0."""
+
+    def __init__(self, *receipts: WeightReceipt) -> None:
+        self.cfg = SynchronizerConfig(sync_method="memory")
+        self.receipts = dict(enumerate(receipts))
+        self.asked: list[Any] = []
+
+    async def _call(self, slot: Any, method: str, *args: Any) -> Any:
+        if method == "update_weights":
+            return self.receipts[slot]
+        self.asked.append(slot)
+        return np.zeros(1, dtype=np.float32)
+
+    async def moved(self, logprob: float) -> dict[str, float]:
+        probe = Probe([[1, 2]], [np.full(1, logprob, dtype=np.float32)])
+        published = Published(1, "file", WeightReceipt(1, 7, 4, 0.0), probe)
+        return await self.load(published, list(self.receipts))
+
+
+def test_an_engine_without_a_model_is_checked_by_its_checksum_alone() -> None:
+    real, fake = WeightReceipt(1, 7, 4, 0.0), WeightReceipt(1, 7, 4, 0.0, has_logprobs=False)
+    engines = Engines(fake)
+    assert "sync/probe_max_abs_diff" not in asyncio.run(engines.moved(-5.0))
+    assert engines.asked == []
+    with pytest.raises(WeightMismatch, match="checksum"):
+        asyncio.run(Engines(WeightReceipt(1, 8, 4, 0.0, has_logprobs=False)).moved(0.0))
+    both = Engines(fake, real)
+    assert asyncio.run(both.moved(0.0))["sync/probe_max_abs_diff"] == 0.0
+    assert both.asked == [1]
+    with pytest.raises(WeightMismatch, match="nats"):
+        asyncio.run(Engines(real).moved(-5.0))
