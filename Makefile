@@ -54,7 +54,12 @@ lint: $(STAMP)
 
 test: lint
 	@$(BIN)/python scripts/what_cannot_run.py | tee $(VENV)/cannot-run.txt
+ifeq ($(ARGS),)
+	$(BIN)/python -m pytest tests/unit tests/golden -n 2 -q
+	$(BIN)/python -m pytest tests/cluster tests/vllm tests/e2e tests/chaos --durations=15
+else
 	$(BIN)/python -m pytest --durations=15 $(ARGS)
+endif
 	@cat $(VENV)/cannot-run.txt
 
 format: $(STAMP)
