@@ -17,7 +17,7 @@ from trinity_dask.config.nearest import hint
 from trinity_dask.config.schema import Config, GroupConfig
 from trinity_dask.config.sync_checks import synchronizer
 from trinity_dask.config.taskset_checks import tasksets, train_tasksets
-from trinity_dask.config.trainer_checks import lora, parallel, schedule
+from trinity_dask.config.trainer_checks import lora, parallel, schedule, short_for_warmup
 
 _ENGINE = "explorer.rollout_model"
 _STORE = "buffer.trainer_input.experience_buffer"
@@ -296,6 +296,7 @@ def timeouts(config: Config) -> Iterator[str]:
 
 def warnings(config: Config) -> Iterator[str]:
     """What runs, but probably not as meant."""
+    yield from short_for_warmup(config)
     if trains(config) and explores(config) and not list(support(config)):
         for setting in _restricted(config):
             yield (

@@ -6,18 +6,15 @@ Invariant: as in :mod:`trinity_dask.config.checks`; a message says what to set i
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Optional
 
 from trinity_dask.config import modes
 from trinity_dask.config.schema import Config
 
 
 def schedule(config: Config) -> Iterator[str]:
-    """A schedule that decays has to know its last step, and a warm-up has to end before it."""
-    if not modes.trains(config.mode):
-        return
-    total = config.trainer.total_steps or config.buffer.total_steps
-    if total is not None:
-        yield from _warmup(config, total)
+    """A schedule that decays has to know its last step."""
+    if not modes.trains(config.mode) or _total_steps(config) is not None:
         return
     for key, optimizer in (
         ("algorithm.optimizer", config.algorithm.optimizer),
@@ -30,13 +27,18 @@ def schedule(config: Config) -> Iterator[str]:
             )
 
 
-def _warmup(config: Config, total: int) -> Iterator[str]:
-    steps = config.algorithm.optimizer.lr_warmup_steps
-    if steps > total:
+def short_for_warmup(config: Config) -> Iterator[str]:
+    """Runs all the same: a few steps of a longer recipe are a fair trial of it."""
+    steps, total = config.algorithm.optimizer.lr_warmup_steps, _total_steps(config)
+    if modes.trains(config.mode) and total is not None and steps > total:
         yield (
             f"algorithm.optimizer.lr_warmup_steps={steps} is more than the {total} steps of the "
-            f"run: lr would never reach algorithm.optimizer.lr; set it to {total} or less"
+            "run: the learning rate never reaches algorithm.optimizer.lr"
         )
+
+
+def _total_steps(config: Config) -> Optional[int]:
+    return config.trainer.total_steps or config.buffer.total_steps
 
 
 def parallel(config: Config) -> Iterator[str]:
