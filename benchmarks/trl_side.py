@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 PROMPTS, GROUP, MINI_BATCHES = 64, 32, 4
@@ -31,8 +31,9 @@ def main(arguments: dict[str, Any]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(arguments["model"])
     rows = [json.loads(line) for line in Path(arguments["rows"]).read_text().splitlines()]
     clock = Clock()
+    model = AutoModelForCausalLM.from_pretrained(arguments["model"], dtype=torch.float32)
     trainer = GRPOTrainer(
-        model=arguments["model"],
+        model=model,
         reward_funcs=reward_for(tokenizer.eos_token_id),
         args=config(arguments),
         train_dataset=Dataset.from_list(
@@ -40,9 +41,7 @@ def main(arguments: dict[str, Any]) -> None:
         ),
         processing_class=tokenizer,
         callbacks=[clock],
-    )
-    trainer.create_optimizer_and_scheduler = lambda num_training_steps: optimise(
-        trainer, arguments["steps"]
+        optimizers=optimise(model, arguments["steps"]),
     )
     trainer.train()
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
@@ -78,18 +77,19 @@ def config(arguments: dict[str, Any]) -> GRPOConfig:
     )
 
 
-def optimise(trainer: GRPOTrainer, steps: int) -> None:
-    trainer.optimizer = torch.optim.AdamW(
-        trainer.model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+def optimise(model: torch.nn.Module, steps: int) -> tuple[torch.optim.Optimizer, LambdaLR]:
+    """The demo's optimizer and schedule."""
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True
     )
 
     def factor(update: int) -> float:
         step = update // MINI_BATCHES + 1  # all updates of a step share its rate
         if step < WARMUP:
             return step / WARMUP
-        return 1.0 - (1.0 - FLOOR) * min((step - WARMUP) / (steps - WARMUP), 1.0)
+        return 1.0 - (1.0 - FLOOR) * min((step - WARMUP) / max(steps - WARMUP, 1), 1.0)
 
-    trainer.lr_scheduler = LambdaLR(trainer.optimizer, factor)
+    return optimizer, LambdaLR(optimizer, factor)
 
 
 def reward_for(eos: int) -> Callable[..., list[float]]:
