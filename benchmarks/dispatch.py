@@ -9,7 +9,8 @@ runner busy.
 Then 100 000 tasks in batches of 100, two in flight: what the process holds meanwhile. Last, a
 worker is killed in the middle of a batch of one-second tasks.
 
-``python benchmarks/dispatch.py`` prints tables and writes ``benchmarks/results/dispatch.json``.
+``python benchmarks/dispatch.py`` prints tables, writes ``benchmarks/results/dispatch.json`` and
+exits with 1 when a target is missed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -43,7 +45,7 @@ RUNNERS = (1, 4, 16, 128)
 MEMORY_BATCH, MEMORY_WINDOW, MEMORY_POINTS = 100, 2, 5
 WAIT_S = 600.0
 RATIO_TARGET = 0.7
-GROWTH_TARGET_MB = 64.0
+GROWTH_TARGET_MB = 32.0
 KILL_TARGET_S = 3.0
 
 
@@ -151,6 +153,7 @@ async def compare(cfg: Config, client: Client, scale: int, rounds: int) -> list[
     for runners in RUNNERS:
         scheduler = Scheduler(cfg, runners, client)
         await scheduler.start()
+        await scheduler.wait_for_lanes(N_WORKERS * LANES, WAIT_S)
         scheduled, plain = Scheduled(scheduler), Plain(client)
         await scheduled.many(2 * runners, runners)  # imports and connections
         await plain.many(2 * runners, runners)
@@ -202,6 +205,7 @@ async def memory(cfg: Config, client: Client, n_tasks: int) -> dict[str, Any]:
     """Resident memory of this process (scheduler and Dask's scheduler) as tasks go through."""
     scheduler = Scheduler(cfg, None, client)
     await scheduler.start()
+    await scheduler.wait_for_lanes(N_WORKERS * LANES, WAIT_S)
     process = psutil.Process()
     n_batches = n_tasks // MEMORY_BATCH
     points, most = [], 0
@@ -232,6 +236,7 @@ async def killed(cfg: Config, client: Client, pid: int) -> dict[str, Any]:
     """How much later a batch of one-second tasks ends when a worker is killed in its middle."""
     scheduler = Scheduler(cfg, None, client)
     await scheduler.start()
+    await scheduler.wait_for_lanes(N_WORKERS * LANES, WAIT_S)
     seconds = []
     for batch, kill in enumerate((False, True)):
         started = time.perf_counter()
@@ -269,10 +274,10 @@ async def run(cfg: Config, address: str, pid: int, arguments: Any) -> dict[str, 
     return result
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scale", type=int, default=100, help="tasks per runner (of 16 at most)")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--memory-tasks", type=int, default=100_000, help="0: leave it out")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
@@ -284,7 +289,9 @@ def main() -> None:
             del engines
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    parts = [*result["dispatch"], result["killed_worker"], result.get("memory", {"reached": True})]
+    return 0 if all(part["reached"] for part in parts) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,10 +11,10 @@ ready tensors and does only the mathematics that no implementation can avoid:
 Both use one torch thread and take turns, so that a busy machine slows both.
 
 A third part is a model of 135M parameters (``train_step_large.py``): 8 rows of 256 tokens,
-each side in fresh processes that take turns, all cores. Floors: 0.95 of the bare loop's speed
-and at most 1.1 times its peak memory.
+one process per side, all cores. Floors: 0.95 of the bare loop's speed and at most 1.1 times
+its peak memory. About four minutes on two cores.
 
-    python benchmarks/train_step.py [--rows 2048] [--repeats 7] [--rounds 3] [--only large|small]
+    python benchmarks/train_step.py [--rows 2048] [--repeats 7] [--steps 4] [--only large|small]
 
 Prints tables and writes ``benchmarks/results/train_step.json``. Floor of the small shapes:
 0.90 of the bare loop's tokens/s.
@@ -28,7 +28,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -41,6 +40,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
 import torch
+from train_step_large import compare_large, show_large
 
 from trinity_dask.buffer.store import ExperienceStore
 from trinity_dask.config.schema import Config, OptimizerConfig
@@ -53,8 +53,6 @@ from trinity_dask.trainer.rank import TrainerRank
 from trinity_dask.trainer.rows import TrainInput
 
 FLOOR = 0.90
-LARGE_FLOOR, MEMORY_CEILING = 0.95, 1.1
-LARGE = Path(__file__).with_name("train_step_large.py")
 RESULTS = Path(__file__).parent / "results" / "train_step.json"
 PROMPT, RESPONSE, GROUP = 12, 7, 32
 
@@ -212,72 +210,6 @@ def show(results: list[dict[str, Any]]) -> None:
         )
 
 
-def run_side(side: str, model: Path, steps: int) -> dict[str, Any]:
-    """One fresh process of ``train_step_large.py``."""
-    command = [sys.executable, str(LARGE), "--side", side, "--dir", str(model)]
-    root = str(LARGE.parents[1])
-    threads = str(os.cpu_count() or 1)
-    env = os.environ | {"OMP_NUM_THREADS": threads, "PYTHONPATH": root}
-    done = subprocess.run(
-        [*command, "--steps", str(steps)], env=env, stdout=subprocess.PIPE, text=True, check=True
-    )
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def compare_large(rounds: int, steps: int = 4) -> dict[str, Any]:
-    """Seconds and memory of both sides; the first step of a process warms it up."""
-    from train_step_large import write_model
-
-    sides: dict[str, list[dict[str, Any]]] = {"bare": [], "trainer": []}
-    with tempfile.TemporaryDirectory() as name:
-        write_model(Path(name))
-        for turn in range(rounds):
-            for side in sorted(sides, reverse=bool(turn % 2)):
-                sides[side].append(run_side(side, Path(name), steps))
-    seconds, cpu, peak = (
-        {side: _middle(found, key) for side, found in sides.items()}
-        for key in ("seconds", "cpu_seconds", "peak_bytes")
-    )
-    ratio, memory = seconds["bare"] / seconds["trainer"], peak["trainer"] / peak["bare"]
-    losses = {side: found[0]["losses"] for side, found in sides.items()}
-    same = np.allclose(losses["bare"], losses["trainer"], rtol=1e-4)
-    return {
-        "shape": "135M, 8x256 tokens",
-        "seconds": seconds,
-        "cpu_seconds": cpu,
-        "peak_bytes": peak,
-        "ratio": ratio,
-        "ratio_of_cpu_seconds": cpu["bare"] / cpu["trainer"],
-        "memory_ratio": memory,
-        "losses": losses,
-        "same_losses": bool(same),
-        "floor": LARGE_FLOOR,
-        "memory_ceiling": MEMORY_CEILING,
-        "ok": bool(same and ratio >= LARGE_FLOOR and memory <= MEMORY_CEILING),
-        "rounds": sides,
-    }
-
-
-def _middle(found: list[dict[str, Any]], key: str) -> float:
-    values = [run[key] for run in found]
-    if key == "peak_bytes":
-        return statistics.median(values)
-    return statistics.median(second for steps in values for second in steps[1:])
-
-
-def show_large(r: dict[str, Any]) -> None:
-    for side in ("bare", "trainer"):
-        print(
-            f"{r['shape']:20} {side:8} {r['seconds'][side]:7.2f} s/step "
-            f"{r['cpu_seconds'][side]:7.2f} cpu-s {r['peak_bytes'][side] / 1e9:6.2f} GB"
-        )
-    print(
-        f"speed {r['ratio']:.3f} (by cpu {r['ratio_of_cpu_seconds']:.3f}, floor {LARGE_FLOOR}), "
-        f"memory {r['memory_ratio']:.3f} (ceiling {MEMORY_CEILING}), same losses "
-        f"{r['same_losses']}: {'ok' if r['ok'] else 'MISSED'}"
-    )
-
-
 def small(rows: int, repeats: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -294,7 +226,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=2048, help="rows of the grpo step")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--rounds", type=int, default=3, help="processes per side, large model")
+    parser.add_argument("--steps", type=int, default=4, help="measured steps, large model")
     parser.add_argument("--only", choices=("small", "large"), help="one part; keeps the other's")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -303,7 +235,7 @@ def main() -> int:
     if options.only != "large":
         found["results"] = small(options.rows, options.repeats)
     if options.only != "small":
-        found["large"] = compare_large(options.rounds)
+        found["large"] = compare_large(options.steps)
         show_large(found["large"])
     RESULTS.parent.mkdir(exist_ok=True)
     facts = {

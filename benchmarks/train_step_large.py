@@ -1,13 +1,16 @@
-"""One side of the 135M-parameter comparison, in a process of its own.
+"""A train step of a model of 135M parameters beside the same step in a bare torch loop.
 
-    python benchmarks/train_step_large.py --side bare|trainer --dir DIR --steps 3
-
-Prints one line of JSON: seconds of every step, and memory in bytes. The model has the shape
-of SmolLM-135M (30 layers, hidden 576, vocabulary 49152) with random weights; a step is one
-AdamW update on 8 rows of 256 tokens, 255 of them scored.
+Each side is a process of its own, so that its peak memory is its own; one step at a time is
+made, by the two in turns, so that a busy machine slows both. The model has the shape of
+SmolLM-135M (30 layers, hidden 576, vocabulary 49152) with random weights; a step is one AdamW
+update on 8 rows of 256 tokens, 255 of them scored.
 
 Memory is the largest resident size of the whole process (``VmHWM``), model loading and first
 step included. What the process holds before a model exists (libraries) is given beside it.
+
+Called by ``train_step.py``. A side by itself, one step for every line that it reads:
+
+    yes | head -3 | python benchmarks/train_step_large.py --side bare|trainer --dir DIR
 """
 
 from __future__ import annotations
@@ -16,10 +19,15 @@ import argparse
 import asyncio
 import json
 import os
+import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -27,6 +35,84 @@ import numpy as np
 import torch
 
 ROWS, TOKENS, VOCAB = 8, 256, 49_152
+FLOOR, MEMORY_CEILING = 0.95, 1.1
+SIDES = ("bare", "trainer")
+
+
+def compare_large(steps: int) -> dict[str, Any]:
+    """Seconds and memory of both sides; one more step, the first, warms each up."""
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        write_model(Path(name))
+        running = {side: stack.enter_context(_start(side, Path(name))) for side in SIDES}
+        done: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
+        for turn in range(steps + 1):
+            for side in SIDES if turn % 2 else reversed(SIDES):
+                done[side].append(_one_step(side, running[side]))
+    return _verdict(done)
+
+
+def _start(side: str, directory: Path) -> subprocess.Popen[str]:
+    """A side's process; it waits for lines to step on and ends with its input."""
+    command = [sys.executable, __file__, "--side", side, "--dir", str(directory)]
+    env = os.environ | {
+        "OMP_NUM_THREADS": str(os.cpu_count() or 1),
+        "PYTHONPATH": str(Path(__file__).resolve().parents[1]),
+    }
+    return subprocess.Popen(
+        command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def _one_step(side: str, process: subprocess.Popen[str]) -> dict[str, Any]:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("step\n")
+    process.stdin.flush()
+    line = process.stdout.readline()
+    if not line:
+        raise RuntimeError(f"the {side} side ended with exit code {process.wait(60)}")
+    return json.loads(line)
+
+
+def _verdict(done: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    def middle(key: str, side: str) -> float:
+        return statistics.median(step[key] for step in done[side][1:])
+
+    seconds, cpu = ({side: middle(key, side) for side in SIDES} for key in ("seconds", "cpu"))
+    peak = {side: done[side][-1]["peak_bytes"] for side in SIDES}
+    losses = {side: [step["loss"] for step in done[side]] for side in SIDES}
+    same = bool(np.allclose(losses["bare"], losses["trainer"], rtol=1e-4))
+    pairs = zip(done["bare"][1:], done["trainer"][1:], strict=True)
+    ratio = statistics.median(bare["seconds"] / ours["seconds"] for bare, ours in pairs)
+    memory = peak["trainer"] / peak["bare"]
+    return {
+        "shape": "135M, 8x256 tokens",
+        "seconds": seconds,
+        "cpu_seconds": cpu,
+        "peak_bytes": peak,
+        "ratio": ratio,
+        "ratio_of_cpu_seconds": cpu["bare"] / cpu["trainer"],
+        "memory_ratio": memory,
+        "losses": losses,
+        "same_losses": same,
+        "floor": FLOOR,
+        "memory_ceiling": MEMORY_CEILING,
+        "ok": same and ratio >= FLOOR and memory <= MEMORY_CEILING,
+        "steps": done,
+    }
+
+
+def show_large(r: dict[str, Any]) -> None:
+    for side in SIDES:
+        print(
+            f"{r['shape']:20} {side:8} {r['seconds'][side]:7.2f} s/step "
+            f"{r['cpu_seconds'][side]:7.2f} cpu-s {r['peak_bytes'][side] / 1e9:6.2f} GB"
+        )
+    print(
+        f"speed {r['ratio']:.3f} (by cpu {r['ratio_of_cpu_seconds']:.3f}, floor {FLOOR}), "
+        f"memory {r['memory_ratio']:.3f} (ceiling {MEMORY_CEILING}), same losses "
+        f"{r['same_losses']}: {'ok' if r['ok'] else 'MISSED'}"
+    )
 
 
 def write_model(directory: Path) -> None:
@@ -115,23 +201,25 @@ def trainer(model_path: str, threads: int) -> Callable[[int], float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--side", choices=("bare", "trainer"), required=True)
+    parser.add_argument("--side", choices=SIDES, required=True)
     parser.add_argument("--dir", required=True)
-    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     before = resident("VmRSS")
     make = bare if options.side == "bare" else lambda path: trainer(path, options.threads)
     step = make(options.dir)
-    seconds, cpu, losses = [], [], []
-    for number in range(1, options.steps + 1):
+    for number, _ in enumerate(sys.stdin, start=1):
         wall, used = time.perf_counter(), time.process_time()
-        losses.append(step(number))
-        seconds.append(time.perf_counter() - wall)
-        cpu.append(time.process_time() - used)
-    facts = {"seconds": seconds, "cpu_seconds": cpu, "losses": losses}
-    print(json.dumps(facts | {"peak_bytes": resident(), "before_bytes": before}))
+        loss = step(number)
+        facts = {
+            "seconds": time.perf_counter() - wall,
+            "cpu": time.process_time() - used,
+            "loss": loss,
+            "peak_bytes": resident(),
+            "before_bytes": before,
+        }
+        print(json.dumps(facts), flush=True)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""How busy 64 engine slots are kept by a scheduler with two batches in flight.
+"""How busy 64 engine slots are kept with two batches in flight, and engines of unequal speed.
 
 Two rollout workers with 32 lanes each; their fake engines draw latencies from a log-normal
 distribution with median 1 s and 99th percentile 10 s, scaled in time. Over-rollout is off. A
@@ -11,8 +11,11 @@ slots, window and batch size, and with the latencies that the engines have drawn
 in which they drew them. Both shares are taken from the first start until nothing waits any
 more, since the end of a run has no next batch.
 
-``python benchmarks/utilisation.py`` prints a table and writes
-``benchmarks/results/utilisation.json``.
+Then two engines of eight lanes each, one of which needs three times as long for a request: how
+long batches take beside the shortest possible time, once the speeds are known.
+
+``python benchmarks/utilisation.py`` prints tables, writes ``benchmarks/results/utilisation.json``
+and exits with 1 when a target is missed.
 """
 
 from __future__ import annotations
@@ -22,9 +25,11 @@ import asyncio
 import heapq
 import json
 import math
+import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +52,8 @@ MEDIAN_S, P99_S = 1.0, 10.0
 SIGMA = math.log(P99_S / MEDIAN_S) / 2.3263  # 2.3263: the 99th percentile of a standard normal
 MEAN_S = MEDIAN_S * math.exp(SIGMA**2 / 2)
 TARGET = 0.95
+UNEQUAL_LANES, UNEQUAL_S, UNEQUAL_BATCH = 8, (1.0, 3.0), 64
+TOGETHER_TARGET = 1.15
 WAIT_S = 600.0
 
 Interval = tuple[float, float]
@@ -102,24 +109,19 @@ def ideal_share(drawn_s: list[float], batch_size: int) -> float:
 
 
 # the scheduler ----------------------------------------------------------------------------
-def make_config(directory: str) -> Config:
+def make_config(directory: str, lanes: int) -> Config:
     cfg = Config(mode="explore", job_dir=directory)
     cfg.cluster.dashboard_address = None
-    cfg.cluster.rollout = GroupConfig(n_workers=N_WORKERS, nthreads=LANES)
+    cfg.cluster.rollout = GroupConfig(n_workers=N_WORKERS, nthreads=lanes)
     cfg.cluster.trainer.n_workers = 0
     return cfg
 
 
-def start_engines(cluster: RunCluster, scale: float) -> list[Any]:
+def start_engines(cluster: RunCluster, latencies: list[dict[str, float]]) -> list[Any]:
     refs = []
-    for index in range(N_WORKERS):
+    for index, latency in enumerate(latencies):
         slot = f"engine-{index}"
-        latency = {
-            "fake_latency_s": MEAN_S * scale,
-            "fake_latency_sigma": SIGMA,
-            "seed": index,
-        }
-        spec = EngineSpec(slot, "fake", "", latency)
+        spec = EngineSpec(slot, "fake", "", {**latency, "seed": index})
         ref = start_actor(cluster.client, EngineActor, spec, slot=slot, key=slot, timeout=WAIT_S)
         call(cluster.client, ref.handle, "prepare", timeout=WAIT_S)
         call(cluster.client, ref.handle, "open", timeout=WAIT_S)
@@ -127,8 +129,43 @@ def start_engines(cluster: RunCluster, scale: float) -> list[Any]:
     return refs
 
 
+def scheduled(
+    lanes: int, latencies: list[dict[str, float]], body: Callable[[Scheduler], Awaitable[Any]]
+) -> Any:
+    """``await body(scheduler)`` on a cluster whose engines have these latencies."""
+
+    async def main(cfg: Config, address: str) -> Any:
+        async with Client(address, asynchronous=True) as client:
+            scheduler = Scheduler(cfg, None, client)
+            await scheduler.start()
+            await scheduler.wait_for_lanes(N_WORKERS * lanes, WAIT_S)
+            found = await body(scheduler)
+            await scheduler.stop()
+        return found
+
+    with tempfile.TemporaryDirectory() as directory:
+        cfg = make_config(directory, lanes)
+        with open_cluster(cfg) as cluster:
+            engines = start_engines(cluster, latencies)
+            found = asyncio.run(main(cfg, cluster.scheduler_address))
+            del engines
+    return found
+
+
+async def one_batch(scheduler: Scheduler, batch: Any, n: int) -> float:
+    """Seconds that a batch of ``n`` requests takes."""
+    started = time.perf_counter()
+    scheduler.schedule([Task(f"{__file__}:OneRequest")] * n, batch)
+    result = await scheduler.get_results(batch, timeout=WAIT_S)
+    if result.counts.succeeded != n:
+        raise RuntimeError(f"batch {batch}: {result.counts} {result.first_error}")
+    return time.perf_counter() - started
+
+
+# utilisation ------------------------------------------------------------------------------
 async def explore(scheduler: Scheduler, batch_size: int, n_batches: int) -> list[Interval]:
     """Run all batches with ``WINDOW`` in flight; when each request was at its engine."""
+    await one_batch(scheduler, "warm-up", SLOTS)
     requests: list[Interval] = []
     for batch in range(n_batches + WINDOW):
         if batch >= WINDOW:
@@ -138,39 +175,22 @@ async def explore(scheduler: Scheduler, batch_size: int, n_batches: int) -> list
             requests += [(s.metrics[0]["begin"], s.metrics[0]["end"]) for s in result.statuses]
         if batch < n_batches:
             scheduler.schedule([Task(f"{__file__}:OneRequest")] * batch_size, batch)
-    return requests
-
-
-async def measure(cfg: Config, address: str, arguments: Any) -> list[Interval]:
-    async with Client(address, asynchronous=True) as client:
-        scheduler = Scheduler(cfg, SLOTS, client)
-        await scheduler.start()
-        scheduler.schedule([Task(f"{__file__}:OneRequest")] * SLOTS, "warm-up")
-        await scheduler.get_results("warm-up", timeout=WAIT_S)
-        requests = await explore(scheduler, arguments.batch_size, arguments.batches)
-        await scheduler.stop()
     return sorted(requests)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batch-size", type=int, default=16 * SLOTS)
-    parser.add_argument("--batches", type=int, default=4)
-    parser.add_argument("--scale", type=float, default=0.5, help="median latency, seconds")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        cfg = make_config(directory)
-        with open_cluster(cfg) as cluster:
-            engines = start_engines(cluster, arguments.scale)
-            requests = asyncio.run(measure(cfg, cluster.scheduler_address, arguments))
-            del engines
+def utilisation(arguments: Any) -> dict[str, Any]:
+    latency = {"fake_latency_s": MEAN_S * arguments.scale, "fake_latency_sigma": SIGMA}
+    size, batches = arguments.batch_size, arguments.batches
+    requests = scheduled(LANES, [latency] * N_WORKERS, lambda s: explore(s, size, batches))
     busy = busy_share(requests, requests[-1][0])
-    ideal = ideal_share([end - begin for begin, end in requests], arguments.batch_size)
-    result = {
+    ideal = ideal_share([end - begin for begin, end in requests], size)
+    print(f"{'slots':>6}{'batch':>7}{'window':>8}{'busy':>8}{'ideal':>8}{'ratio':>8}")
+    print(f"{SLOTS:>6}{size:>7}{WINDOW:>8}{busy:>8.3f}{ideal:>8.3f}{busy / ideal:>8.3f}")
+    return {
         "slots": SLOTS,
         "window_batches": WINDOW,
-        "batch_size": arguments.batch_size,
-        "n_batches": arguments.batches,
+        "batch_size": size,
+        "n_batches": batches,
         "median_s": arguments.scale * MEDIAN_S,
         "p99_s": arguments.scale * P99_S,
         "busy_share": round(busy, 4),
@@ -179,12 +199,52 @@ def main() -> None:
         "target": TARGET,
         "reached": busy / ideal >= TARGET,
     }
-    print(f"{'slots':>6}{'batch':>7}{'window':>8}{'busy':>8}{'ideal':>8}{'ratio':>8}")
-    shares = f"{busy:>8.3f}{ideal:>8.3f}{busy / ideal:>8.3f}"
-    print(f"{SLOTS:>6}{arguments.batch_size:>7}{WINDOW:>8}{shares}")
+
+
+# engines of unequal speed -----------------------------------------------------------------
+def shortest_s(n: int, lanes: int, seconds: Sequence[float]) -> float:
+    """In which engines that need ``seconds`` for a request, with ``lanes`` each, can end ``n``."""
+    times = sorted(k * each for each in seconds for k in range(1, n + 1))
+    return next(t for t in times if lanes * sum(int(t / s + 1e-9) for s in seconds) >= n)
+
+
+async def unequal_batches(scheduler: Scheduler, rounds: int) -> list[float]:
+    """Seconds of each batch; the speeds are learned in one before them."""
+    await one_batch(scheduler, "warm-up", UNEQUAL_BATCH)
+    return [await one_batch(scheduler, batch, UNEQUAL_BATCH) for batch in range(rounds)]
+
+
+def unequal(rounds: int) -> dict[str, Any]:
+    latencies = [{"fake_latency_s": seconds} for seconds in UNEQUAL_S]
+    took = scheduled(UNEQUAL_LANES, latencies, lambda s: unequal_batches(s, rounds))
+    shortest = shortest_s(UNEQUAL_BATCH, UNEQUAL_LANES, UNEQUAL_S)
+    ratio = float(np.median(took)) / shortest
+    print(f"{'1x and 3x':>12}{'batch':>7}{'took s':>8}{'ideal s':>9}{'ratio':>8}")
+    print(f"{'':>12}{UNEQUAL_BATCH:>7}{np.median(took):>8.2f}{shortest:>9.2f}{ratio:>8.3f}")
+    return {
+        "lanes_of_each": UNEQUAL_LANES,
+        "seconds_of_a_request": list(UNEQUAL_S),
+        "batch_size": UNEQUAL_BATCH,
+        "took_s": [round(seconds, 3) for seconds in took],
+        "ideal_s": round(shortest, 3),
+        "ratio": round(ratio, 4),
+        "target": TOGETHER_TARGET,
+        "reached": ratio <= TOGETHER_TARGET,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batch-size", type=int, default=16 * SLOTS)
+    parser.add_argument("--batches", type=int, default=4)
+    parser.add_argument("--scale", type=float, default=1.0, help="median latency, seconds")
+    parser.add_argument("--rounds", type=int, default=3, help="batches on unequal engines")
+    arguments = parser.parse_args()
+    result = utilisation(arguments) | {"unequal_engines": unequal(arguments.rounds)}
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    return 0 if result["reached"] and result["unequal_engines"]["reached"] else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,15 +7,16 @@ defaults. ``--check`` writes nothing and exits 1 when the page is not current.
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+from generated_page import marker, renewed, write_page  # noqa: E402  (beside this script)
 
 from trinity_dask.algorithm import (  # noqa: E402  (a script finds the package beside it)
     ADVANTAGE_FN,
@@ -29,27 +30,13 @@ from trinity_dask.algorithm import (  # noqa: E402  (a script finds the package 
 from trinity_dask.algorithm.advantages import runs_in_trainer  # noqa: E402
 
 PAGE = Path(__file__).with_name("algorithms.md")
-MARKER = "<!-- Below this line: written by docs/make_algorithms.py; do not edit. -->"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="exit 1 if the page is not current")
-    check = parser.parse_args().check
-    old = PAGE.read_text(encoding="utf-8")
-    new = page(old)
-    if check:
-        return int(old != new)
-    PAGE.write_text(new, encoding="utf-8")
-    return 0
+MARKER = marker(Path(__file__).name)
 
 
 def page(old: str) -> str:
     """The page with its hand-written part kept and its tables made anew."""
-    if MARKER not in old:
-        raise ValueError(f"{PAGE} has lost its marker line: {MARKER}")
     parts = [_types(), *_function_tables(), _estimators()]
-    return old.partition(MARKER)[0] + MARKER + "\n\n" + "\n\n".join(parts) + "\n"
+    return renewed(old, MARKER, "\n\n".join(parts))
 
 
 def _types() -> str:
@@ -190,4 +177,4 @@ def _estimators() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_page(PAGE, page, __doc__))

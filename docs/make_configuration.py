@@ -7,7 +7,6 @@ not. ``--check`` writes nothing and exits 1 when the page is not current.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import inspect
 import io
@@ -17,37 +16,28 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trinity_dask.config import schema
-from trinity_dask.config.keys import DERIVED, STAGE_KEYS, Kind, fields_of
-from trinity_dask.config.limits import CHOICES, RANGES
-from trinity_dask.config.paths import groups
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+from generated_page import marker, renewed, write_page  # noqa: E402  (beside this script)
+
+from trinity_dask.config import schema  # noqa: E402  (the package is one level up)
+from trinity_dask.config.keys import DERIVED, STAGE_KEYS, Kind, fields_of  # noqa: E402
+from trinity_dask.config.limits import CHOICES, RANGES  # noqa: E402
+from trinity_dask.config.paths import groups  # noqa: E402
 
 PAGE = Path(__file__).with_name("configuration.md")
-MARKER = "<!-- Below this line: written by docs/make_configuration.py; do not edit. -->"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="exit 1 if the page is not current")
-    check = parser.parse_args().check
-    old = PAGE.read_text(encoding="utf-8")
-    new = page(old)
-    if check:
-        return int(old != new)
-    PAGE.write_text(new, encoding="utf-8")
-    return 0
+MARKER = marker(Path(__file__).name)
 
 
 def page(old: str) -> str:
     """The page with its hand-written part kept and its reference made anew."""
-    if MARKER not in old:
-        raise ValueError(f"{PAGE} has lost its marker line: {MARKER}")
-    return old.partition(MARKER)[0] + MARKER + "\n\n" + reference()
+    return renewed(old, MARKER, reference())
 
 
 def reference() -> str:
     parts = [_presets(), *(_section(item, paths) for item, paths in sections().items())]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(parts)
 
 
 def _presets() -> str:
@@ -165,4 +155,4 @@ def comments(section: type) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_page(PAGE, page, __doc__))

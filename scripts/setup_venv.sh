@@ -15,6 +15,8 @@ accel=$2
 torch_version=2.13.0
 torch_index=${TORCH_INDEX_URL:-}
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+# compiling all 30 000 modules takes two minutes, and Python compiles what it imports anyway
+pip_install() { "$venv/bin/pip" install --no-compile "$@"; }
 
 say() { printf '\n=== %s\n' "$*"; }
 fail() { printf '\nERROR: %s\n' "$*" >&2; exit 1; }
@@ -56,7 +58,7 @@ install_cpu_torch() {
         2>/dev/null || true)
     [ "$have" = "$torch_version+cpu" ] && return
     say "torch $torch_version, CPU build"
-    "$venv/bin/pip" install "torch==$torch_version+cpu" ${torch_index:+--extra-index-url "$torch_index"} ||
+    pip_install "torch==$torch_version+cpu" ${torch_index:+--extra-index-url "$torch_index"} ||
         fail "PyTorch's CPU build $torch_version+cpu could not be installed (pip's reason is above).
 Where pip's own sources do not have it, name PyTorch's CPU wheel index (see PyTorch's
 installation page) or a mirror of it: make setup TORCH_INDEX_URL=https://..."
@@ -65,9 +67,9 @@ installation page) or a mirror of it: make setup TORCH_INDEX_URL=https://..."
 install_project() {
     local extra=$1
     say "trinity-dask with [$extra,test,lint]"
-    "$venv/bin/pip" install "${constraint[@]}" -e ".[$extra,test,lint]" && return
+    pip_install "${constraint[@]}" -e ".[$extra,test,lint]" && return
     say "THE EXTRA [$extra] DOES NOT INSTALL HERE: going on without vLLM, with engine=torch"
-    "$venv/bin/pip" install "${constraint[@]}" -e ".[test,lint]" ||
+    pip_install "${constraint[@]}" -e ".[test,lint]" ||
         fail "trinity-dask could not be installed; the reason is above"
 }
 

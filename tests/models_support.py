@@ -19,6 +19,7 @@ from trinity_dask.models.protocol import (
     WeightReceipt,
     WeightUpdate,
 )
+from trinity_dask.models.shared_weights import SharedFiles
 from trinity_dask.models.torch_engine import load_model, sequence_logprobs
 from trinity_dask.models.weight_transfer import (
     checksum,
@@ -30,6 +31,7 @@ from trinity_dask.models.weight_transfer import (
 )
 
 MAX_LEN = 64
+SHARED = SharedFiles()
 PROMPT = [84, 80, 83, 85, 1, 21, 17, 24]
 
 
@@ -69,14 +71,22 @@ def run(coroutine: Coroutine[Any, Any, Any], timeout_s: float = 240.0) -> Any:
     return asyncio.run(asyncio.wait_for(coroutine, timeout_s))
 
 
+Named = list[tuple[str, torch.Tensor]]
+
+
 async def send_by_group(
     engine: InferenceEngine, model: Any, version: int, generation: int, bucket_bytes: int = 40_000
 ) -> WeightReceipt:
     """Trainer rank 0: form the group, send ``model``, and check the engine's receipt."""
+    return await send_over_group(engine, named_weights(model), version, generation, bucket_bytes)
+
+
+async def send_over_group(
+    engine: InferenceEngine, named: Named, version: int, generation: int, bucket_bytes: int
+) -> WeightReceipt:
     spec = WeightGroupSpec("127.0.0.1", free_port(), 2, 1, generation, "gloo", 60.0)
     join = asyncio.to_thread(make_group, spec, 0, True)
     group, _ = await asyncio.gather(join, engine.init_weight_group(spec))
-    named = named_weights(model)
     meta = tensor_meta(named)
     update = WeightUpdate(version, "nccl", meta, generation, None, bucket_bytes)
     sending = asyncio.to_thread(send, group, named, meta, bucket_bytes)
@@ -91,11 +101,27 @@ async def send_by_group(
 async def send_by_file(
     engine: InferenceEngine, model: Any, version: int, path: Path, method: str
 ) -> WeightReceipt:
-    """The ``memory`` and ``checkpoint`` methods differ in where the file lies only."""
-    digest = write_safetensors(str(path), named_weights(model))
+    """Method ``memory`` with the trainer's writer of shared files, ``checkpoint`` with a file."""
+    return await send_in_file(engine, named_weights(model), version, path, method)
+
+
+async def send_in_file(
+    engine: InferenceEngine, named: Named, version: int, path: Path, method: str
+) -> WeightReceipt:
+    write = SHARED.write if method == "memory" else write_safetensors
+    digest = write(str(path), named)
     receipt = await engine.update_weights(WeightUpdate(version, method, path=str(path)))
     assert receipt.checksum == digest.value
     return receipt
+
+
+async def send_named(
+    engine: InferenceEngine, named: Named, version: int, path: Path, method: str
+) -> WeightReceipt:
+    """``named`` by any method."""
+    if method == "nccl":
+        return await send_over_group(engine, named, version, version, 4096)
+    return await send_in_file(engine, named, version, path, method)
 
 
 def randomised(model: Any, seed: int) -> Any:

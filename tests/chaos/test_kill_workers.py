@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import chaos_jobs as jobs
@@ -20,12 +21,13 @@ KILLS = (
 def worker_of(job: jobs.Job, role: str) -> jobs.psutil.Process:
     """The process that writes the role's log."""
     for process in job.processes():
-        names = {Path(file.path).name for file in process.open_files()}
-        # Dask titles its workers where setproctitle is installed
-        command = " ".join(process.cmdline())
-        is_worker = "dask worker" in command or "spawn_main" in command
-        if f"{role}-0.log" in names and is_worker:
-            return process
+        with contextlib.suppress(jobs.psutil.NoSuchProcess):  # one that has just ended
+            names = {Path(file.path).name for file in process.open_files()}
+            # Dask titles its workers where setproctitle is installed
+            command = " ".join(process.cmdline())
+            is_worker = "dask worker" in command or "spawn_main" in command
+            if f"{role}-0.log" in names and is_worker:
+                return process
     raise AssertionError(f"no {role} worker among {job.processes()}")
 
 

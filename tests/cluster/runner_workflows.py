@@ -85,6 +85,16 @@ class Slow(Sampled):
         return super().run()
 
 
+class Held(Sampled):
+    """Blocks until the file ``release`` exists, at most a minute, then answers."""
+
+    def run(self) -> list[Experience]:
+        release, until = Path(self.task.raw_task["release"]), time.monotonic() + 60.0
+        while not release.exists() and time.monotonic() < until:
+            time.sleep(0.02)
+        return super().run()
+
+
 class Spinning(Workflow):
     """Never returns, holding its thread in a pure Python loop."""
 

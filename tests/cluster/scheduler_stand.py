@@ -28,6 +28,7 @@ from trinity_dask.workflows import Task
 WAIT_S = 90.0
 N_ENGINES, SLOTS_PER_ENGINE = 2, 2
 SLOTS = N_ENGINES * SLOTS_PER_ENGINE
+RUNNER_LANES = 2
 FILE = Path(__file__).with_name("explorer_workflows.py")
 DUMMY = f"{FILE}:Dummy"
 
@@ -40,7 +41,7 @@ def local_config(tmp: Path, runners: int = 0) -> Config:
     cfg = Config(mode="explore", job_dir=str(tmp))
     cfg.cluster.dashboard_address = None
     cfg.cluster.rollout = GroupConfig(n_workers=N_ENGINES, nthreads=SLOTS_PER_ENGINE)
-    cfg.cluster.runner = GroupConfig(n_workers=runners, nthreads=2)
+    cfg.cluster.runner = GroupConfig(n_workers=runners, nthreads=RUNNER_LANES)
     cfg.cluster.trainer.n_workers = 0
     cfg.model.max_response_tokens = 4
     cfg.explorer.max_timeout_s = 60.0
@@ -61,6 +62,7 @@ class Stand:
         self.cluster: RunCluster = open_cluster(self.cfg)
         self._engine_config = engine
         self.engines = [self.start_engine(i) for i in range(N_ENGINES)]
+        self.lanes = SLOTS + RUNNER_LANES * runners
 
     def start_engine(self, index: int, opened: bool = True) -> Any:
         slot = f"engine-{index}"
@@ -94,7 +96,8 @@ class Stand:
     ) -> Any:
         """``await body(scheduler)`` with explorer settings changed by ``explorer``.
 
-        Without ``model_path`` the workers load no tokenizer, which takes long.
+        All lanes are up by then. Without ``model_path`` the workers load no tokenizer, which
+        takes long.
         """
         cfg = self.config(**explorer)
         cfg.model.model_path = model_path
@@ -105,6 +108,7 @@ class Stand:
                 scheduler = Scheduler(cfg, client=client)
                 await scheduler.start()
                 try:
+                    await scheduler.wait_for_lanes(self.lanes, WAIT_S)
                     return await body(scheduler)
                 finally:
                     await scheduler.stop()
@@ -124,6 +128,13 @@ def experiences(result: Any) -> list[Experience]:
 
 def rows(result: Any) -> int:
     return len(experiences(result))
+
+
+async def tasks_done(scheduler: Scheduler, batch_id: Any, n: int) -> None:
+    """Until ``n`` tasks of a batch are finished with runs that are of use."""
+    batch = scheduler.state.batches[batch_id]
+    deadline = time.monotonic() + WAIT_S
+    assert await scheduler._waits.until(lambda: batch.completed_tasks >= n, deadline), batch
 
 
 async def until(path: Path) -> None:

@@ -16,15 +16,19 @@ from trinity_dask.workflows import Task, Workflow
 
 
 class AtEngineSpeed(Workflow):
-    """As long as its worker's engine takes for one request; notes which engine that was."""
+    """As long as its worker's engine takes for one request; notes which that was, and how long."""
 
     is_async = True
 
     async def run_async(self) -> list[Experience]:
         engine = local_engine()
+        started = time.monotonic()
         await engine.generate([1, 2], SamplingParams(max_tokens=2), "request")
         found = experience()
-        found.metrics = {"engine": float(engine.spec.slot.rpartition("-")[2])}
+        found.metrics = {
+            "engine": float(engine.spec.slot.rpartition("-")[2]),
+            "seconds": time.monotonic() - started,
+        }
         return [found]
 
 

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Optional
@@ -53,6 +53,7 @@ class ToyRank:
         self.step = 0
         self.group: Any = None
         self.sent: list[tuple[int, int]] = []  # (version asked for, step of the weights)
+        self.victim = 0  # the process to kill in the next broadcast
         self._thread = ThreadPoolExecutor(1)
 
     async def _run(self, work: Any, *args: Any) -> Any:
@@ -82,11 +83,8 @@ class ToyRank:
         return tensor_meta(weights_of(0))
 
     async def open_weight_group(self, spec: WeightGroupSpec) -> None:
-        def join() -> None:
-            self._leave()
-            self.group = make_group(spec, 0, is_master=True)
-
-        await self._run(join)
+        await asyncio.to_thread(self._leave)
+        self.group = await asyncio.to_thread(make_group, spec, 0, True)
 
     async def close_weight_group(self) -> None:
         await asyncio.to_thread(self._leave)
@@ -98,12 +96,22 @@ class ToyRank:
 
     async def send_weights(self, update: WeightUpdate) -> WeightReceipt:
         def work() -> WeightReceipt:
-            named = weights_of(self.step)
+            named = self._killing(weights_of(self.step))
             digest = send(self.group, named, update.meta, update.bucket_bytes)
             self.sent.append((update.version, self.step))
             return WeightReceipt(update.version, digest.value, digest.n_bytes, 0.0, self.step)
 
         return await self._run(work)
+
+    async def kill_while_sending(self, pid: int) -> None:
+        self.victim = pid
+
+    def _killing(self, named: list[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for number, pair in enumerate(named):
+            if number == 1 and self.victim:  # everybody waits for these bytes
+                os.kill(self.victim, signal.SIGKILL)
+                self.victim = 0
+            yield pair
 
     async def write_weights(self, path: str, version: int) -> WeightReceipt:
         def work() -> WeightReceipt:
@@ -238,7 +246,7 @@ class Stage:
         pool = self.pools[name]
         facts = await rpc(pool.handle(slot), "describe", timeout=TIMEOUT_S)
         os.kill(facts["pid"], signal.SIGKILL)
-        while pool.restarts < 1 or pool.n_ready < len(pool.slots()):
+        while pool.restarts < 1 or pool.n_ready < len(self.plan.engines[name]):
             await asyncio.sleep(0.01)
         self.reborn = await rpc(pool.handle(slot), "describe", timeout=TIMEOUT_S)
 

@@ -146,7 +146,7 @@ def test_fault_13_a_lost_actor_is_reported_at_once_and_created_again(
     assert isinstance(error, ActorLost)
     assert "'engine-0'" in str(error)
     assert "'wait'" in str(error)
-    assert time.monotonic() - killed < 10
+    assert time.monotonic() - killed < 30  # the call itself would have waited for 200
     # a call to the dead address, from a worker and from here
     with pytest.raises(ActorLost):
         ask(cluster, control, handle, "add", 1)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from explorer_parts import Parts, explore, make_config, records, run, start_cluster, task_order
+from scheduler_stand import tasks_done
 
 from trinity_dask.buffer.errors import StoreError
 from trinity_dask.config.schema import Config, OperatorConfig
@@ -149,13 +150,14 @@ def test_fault_37_a_resumed_run_generates_nothing_again(address: str, tmp_path: 
 def test_a_finalisation_that_timed_out_can_be_repeated_and_loses_nothing(
     address: str, tmp_path: Path
 ) -> None:
-    rows = [{"prompt": "a"}, {"prompt": "b", "sleep_s": 1.5}]
+    rows = [{"prompt": "a"}, {"prompt": "b", "sleep_s": 4.0}]
 
     async def body(parts: Parts) -> dict[str, Any]:
         tasks = await parts.explorer.stream.read(1)
         await parts.coordinator.submit_batch(1, tasks or [], "train")
+        await tasks_done(parts.coordinator.scheduler, 1, 1)
         with pytest.raises(TimeoutError, match="1 of 2 tasks finished"):
-            await parts.coordinator.finalize_train_batch(1, timeout=0.8)
+            await parts.coordinator.finalize_train_batch(1, timeout=0.2)
         return await parts.coordinator.finalize_train_batch(1)
 
     result = run(address, quiet(make_config(tmp_path, rows=rows)), body)

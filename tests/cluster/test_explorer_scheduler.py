@@ -21,6 +21,7 @@ from scheduler_stand import (
     dummies,
     experiences,
     rows,
+    tasks_done,
     until,
     workflow,
 )
@@ -121,7 +122,8 @@ def test_a_timeout_cancels_the_rest_and_frees_its_slots(stand: Stand, tmp_path: 
         slow = dummies(SLOTS - 2, sleep_s=600.0, notes=str(tmp_path))
         scheduler.schedule([*dummies(2), *slow], 1)
         await until(tmp_path / "started-1-2")
-        result = await scheduler.get_results(1, timeout=3.0)
+        await tasks_done(scheduler, 1, 2)
+        result = await scheduler.get_results(1, timeout=0.2)
         assert len(result.statuses) == 2
         assert result.counts == Counts(SLOTS, 2, 0, SLOTS - 2)
         # all slots are usable again: this batch needs every one of them at once
@@ -135,8 +137,9 @@ def test_a_timeout_cancels_the_rest_and_frees_its_slots(stand: Stand, tmp_path: 
 
 def test_without_clearing_the_rest_arrives_later(stand: Stand) -> None:
     async def body(scheduler: Scheduler) -> None:
-        scheduler.schedule([*dummies(1), *dummies(1, sleep_s=6.0)], 1)
-        first = await scheduler.get_results(1, timeout=3.0, clear_timeout_tasks=False)
+        scheduler.schedule([*dummies(1), *dummies(1, sleep_s=5.0)], 1)
+        await tasks_done(scheduler, 1, 1)
+        first = await scheduler.get_results(1, timeout=0.2, clear_timeout_tasks=False)
         assert (len(first.statuses), first.complete) == (1, False)
         second = await scheduler.get_results(1, timeout=WAIT_S)
         assert (len(second.statuses), second.complete) == (1, True)
@@ -164,6 +167,8 @@ def test_it_can_be_stopped_and_started_again(stand: Stand) -> None:
         with pytest.raises(RuntimeError, match="not started"):
             scheduler.schedule(dummies(1), 3)
         await scheduler.start()
+        with pytest.raises(TimeoutError, match="not 99 lanes after 0 s; workers that are up:"):
+            await scheduler.wait_for_lanes(99, timeout=0.0)
         scheduler.schedule(dummies(3, 2), 3)
         assert rows(await scheduler.get_results(3, timeout=WAIT_S)) == 6
 

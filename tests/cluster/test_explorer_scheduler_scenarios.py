@@ -7,23 +7,37 @@ depends on how fast the machine is.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
+import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from scheduler_stand import SLOTS, WAIT_S, Stand, dummies, experiences, rows, until
+from placement_support import shortest_s
+from scheduler_stand import (
+    RUNNER_LANES,
+    SLOTS,
+    SLOTS_PER_ENGINE,
+    WAIT_S,
+    Stand,
+    dummies,
+    experiences,
+    rows,
+    tasks_done,
+    until,
+)
 
 from trinity_dask.explorer.runner_table import RunnerWrapper
 from trinity_dask.explorer.scheduler import Scheduler
-from trinity_dask.explorer.tasks import Counts
+from trinity_dask.explorer.tasks import BatchResult, Counts
 from trinity_dask.workflows import Task
 
 FILE = Path(__file__).with_name("scheduler_workflows.py")
-FAST_S, SLOW_FACTOR = 0.1, 3
+FAST_S, SLOW_FACTOR = 0.2, 3
 
 
 def tasks_of(workflow: str, n: int, repeat_times: int = 1, **row) -> list[Task]:
@@ -31,8 +45,9 @@ def tasks_of(workflow: str, n: int, repeat_times: int = 1, **row) -> list[Task]:
 
 
 async def one_of(directory: Path, pattern: str) -> None:
-    while not list(directory.glob(pattern)):
-        await asyncio.sleep(0.02)
+    async with asyncio.timeout(WAIT_S):
+        while not list(directory.glob(pattern)):
+            await asyncio.sleep(0.02)
 
 
 def engine(index: int) -> dict[str, float]:
@@ -106,11 +121,13 @@ def test_batches_wait_for_lanes_not_for_each_other(stand: Stand) -> None:
     """Batches of 1+3, 2+2 and 3+1 sleepers and quick ones on four lanes."""
 
     async def body(scheduler: Scheduler) -> None:
-        started = time.monotonic()
         for batch, slow in enumerate((1, 2, 3)):
             scheduler.schedule([*dummies(4 - slow), *dummies(slow, sleep_s=600.0)], batch)
-            assert len(await scheduler.get_statuses(batch, timeout=1.5)) == 4 - slow
-        assert time.monotonic() - started >= 4.5
+            await tasks_done(scheduler, batch, 4 - slow)
+            started = time.monotonic()
+            assert len(await scheduler.get_statuses(batch, timeout=0.5)) == 4 - slow
+            assert time.monotonic() - started >= 0.5
+        assert scheduler.in_flight == 0
 
     stand.run(body)
 
@@ -175,7 +192,7 @@ def test_over_rollout_keeps_the_finished_runs_of_a_group_it_cuts(
         assert result.counts == Counts(4, 3, 0, 1)
         assert rows(result) == 3
 
-    stand.run(body, over_rollout__wait_after_min_s=1.0, max_repeat_times_per_runner=1)
+    stand.run(body, over_rollout__wait_after_min_s=2.0, max_repeat_times_per_runner=1)
 
 
 @pytest.mark.parametrize("mode", ["sequential", "asynchronous"])
@@ -202,15 +219,15 @@ def test_the_dynamic_timeout_ends_what_takes_unusually_long(stand: Stand) -> Non
         assert len(await scheduler.get_statuses("0/eval", timeout=WAIT_S)) == 4
         pace = scheduler.state.pace
         assert (pace.total_running_time_s, pace.total_completed_sub_tasks) == (0.0, 0)
-        scheduler.schedule(dummies(4, sleep_s=0.6), 1)
+        scheduler.schedule(dummies(4, sleep_s=0.8), 1)
         assert len(await scheduler.get_statuses(1, timeout=WAIT_S)) == 4
-        assert 1.8 <= scheduler.dynamic_timeout() < 60.0
+        assert 2.4 <= scheduler.dynamic_timeout() < 60.0
         assert scheduler.dynamic_timeout(0.5) == 0.5
         scheduler.schedule(dummies(4, sleep_s=600.0), 2)
         result = await scheduler.get_results(2, timeout=WAIT_S)
         assert result.counts == Counts(4, 0, 4, 0)
         assert rows(result) == 0
-        scheduler.schedule(dummies(4, sleep_s=1.2), 3)
+        scheduler.schedule(dummies(4, sleep_s=1.0), 3)  # longer than the mean
         assert rows(await scheduler.get_results(3, timeout=WAIT_S)) == 4
 
     stand.run(body, dynamic_timeout__enable=True, max_retry_times=0)
@@ -232,7 +249,7 @@ def test_runner_states_tell_what_runs_where(stand: Stand, tmp_path: Path) -> Non
         assert [s["terminate_time"] for s in seen] == [None, None]
         assert seen[0]["begin_time"] < seen[1]["begin_time"]
         assert all(s["running_time"] >= 0.0 for s in seen)
-        assert len(scheduler.get_all_state()) == SLOTS + 2  # the runner worker has two lanes
+        assert len(scheduler.get_all_state()) == SLOTS + RUNNER_LANES
         assert scheduler.get_runner_state(99) == {}
         assert "1/0/0" in scheduler.runners.render()
 
@@ -241,8 +258,6 @@ def test_runner_states_tell_what_runs_where(stand: Stand, tmp_path: Path) -> Non
 
 def test_one_runner_can_be_used_outside_of_batches(stand: Stand, tmp_path: Path) -> None:
     async def body(scheduler: Scheduler) -> None:
-        scheduler.schedule(dummies(1), 1)  # until the workers are found
-        await scheduler.get_statuses(1, timeout=WAIT_S)
         runner: RunnerWrapper = next(iter(scheduler.runners))
         await runner.prepare()
         (task,) = dummies(1, 3, fail_once=str(tmp_path / "failed"))
@@ -271,14 +286,33 @@ def test_fault_03_what_raises_returns_nothing_or_cancels_itself_is_counted_and_r
     stand.run(body, partial_group="replace")
 
 
-def test_engines_of_unequal_speed_are_given_unequal_shares(stand: Stand) -> None:
+def test_engines_of_unequal_speed_finish_a_batch_together(stand: Stand) -> None:
+    """Once the speeds are known. Equal shares would take twice the shortest time."""
+    n = 32
+
     async def body(scheduler: Scheduler) -> None:
-        scheduler.schedule(tasks_of("AtEngineSpeed", 48), 1)
-        result = await scheduler.get_results(1, timeout=WAIT_S)
-        share = Counter(status.metrics[0]["engine"] for status in result.statuses)
-        assert share[0.0] > 1.5 * share[1.0] > 0
+        for batch in (1, 2):
+            started = time.monotonic()
+            scheduler.schedule(tasks_of("AtEngineSpeed", n), batch)
+            result = await scheduler.get_results(batch, timeout=WAIT_S)
+            took = time.monotonic() - started
+        seconds = requests_of(result)
+        mean = [statistics.mean(each) for each in seconds]
+        shortest = shortest_s(n, SLOTS_PER_ENGINE, mean)
+        # as the shares alone would have it: a busy machine delays every task, and skews nothing
+        rounds = [math.ceil(len(each) / SLOTS_PER_ENGINE) for each in seconds]
+        assert max(r * m for r, m in zip(rounds, mean, strict=True)) <= 1.15 * shortest, seconds
+        assert took <= 1.6 * shortest, (took, shortest)
 
     stand.run(body)
+
+
+def requests_of(result: BatchResult) -> list[list[float]]:
+    """Seconds of each request, engine by engine."""
+    found: list[list[float]] = [[], []]
+    for status in result.statuses:
+        found[int(status.metrics[0]["engine"])].append(status.metrics[0]["seconds"])
+    return found
 
 
 def test_fault_10_a_workflow_asleep_in_c_is_killed_and_its_neighbour_runs_again(
@@ -317,12 +351,13 @@ def test_fault_13_a_worker_killed_in_the_middle_costs_one_retry_of_what_it_ran(
         result = await scheduler.get_results(1, timeout=WAIT_S)
         assert result.counts == Counts(2 * SLOTS, 2 * SLOTS, 0, 0), result.first_error
         assert (result.retries, rows(result)) == (2, 2 * SLOTS)
-        assert time.monotonic() - killed < 30.0
+        assert time.monotonic() - killed < 60.0
         # when it is back, it waits until it is opened, and costs nobody an attempt
         ref = await asyncio.to_thread(stand.start_engine, 1)
-        scheduler.schedule(tasks_of("AtEngineSpeed", 48), 2)
+        await scheduler.wait_for_lanes(stand.lanes, WAIT_S)
+        scheduler.schedule(tasks_of("AtEngineSpeed", 24), 2)
         result = await scheduler.get_results(2, timeout=WAIT_S)
-        assert result.counts == Counts(48, 48, 0, 0)
+        assert result.counts == Counts(24, 24, 0, 0)
         assert {s.metrics[0]["engine"] for s in result.statuses} == {0.0, 1.0}
         assert result.retries == 0
         del ref

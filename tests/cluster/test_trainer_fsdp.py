@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,10 +45,15 @@ def train(cluster: RunCluster, cfg: Config, name: str, kill=None, sizes=SIZES) -
         stop_actor(host)
 
 
-def config(job_dir: Path, model_path: str, ranks: int, strategy: str = "fsdp2") -> Config:
+def config(
+    job_dir: Path, model_path: str, ranks: int, strategy: str = "fsdp2", kind: str = "ppo"
+) -> Config:
+    """A stage of type ``kind`` with every model it uses; sharded if there are two ranks."""
     cfg = grpo_config(
         job_dir, model_path, max_checkpoints_to_keep=0, micro_batch_tokens=40, logits_mb=0
     )
+    cfg.algorithm.algorithm_type = kind
+    cfg.critic.optimizer = cfg.algorithm.optimizer
     cfg.cluster.trainer = GroupConfig(n_workers=ranks, nthreads=4)
     cfg.trainer.parallel.strategy = strategy
     return cfg
@@ -58,28 +64,49 @@ def last(cfg: Config) -> Path:
 
 
 def weights(cfg: Config) -> dict[str, torch.Tensor]:
-    return load_file(last(cfg) / "actor" / "model.safetensors")
+    """Of the policy and, with one, the critic."""
+    return {
+        f"{path.parent.name}/{name}": tensor
+        for path in sorted(last(cfg).glob("*/model.safetensors"))
+        if path.parent.name in ("actor", "critic")
+        for name, tensor in load_file(path).items()
+    }
 
 
+def assert_close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], atol: float):
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, atol=atol, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["ppo", "jsd"])
 def test_fault_31_shards_have_the_loss_and_the_gradient_of_one_rank(
-    cluster: RunCluster, tmp_path: Path, model_path: str
+    kind: str, cluster: RunCluster, tmp_path: Path, model_path: str
 ) -> None:
-    """One SGD step: the weights move by the clipped gradient, so they tell it."""
+    """One SGD step: the weights move by the clipped gradient, so they tell it.
+
+    ppo shards a critic too; jsd a teacher that says its log-probs and its whole distributions.
+    """
+    sgd = OptimizerConfig(optimizer_type="sgd", lr=1.0, weight_decay=0.0)
     found = {}
     for name, ranks in (("one", 1), ("two", 2)):
-        cfg = config(tmp_path / name, model_path, ranks, "fsdp2" if ranks > 1 else "ddp")
-        cfg.algorithm.optimizer = OptimizerConfig(optimizer_type="sgd", lr=1.0, weight_decay=0.0)
-        result = train(cluster, cfg, f"grad-{name}", sizes=[7])
+        cfg = config(tmp_path / name, model_path, ranks, "fsdp2" if ranks > 1 else "ddp", kind)
+        cfg.algorithm.optimizer = cfg.critic.optimizer = sgd
+        if kind == "jsd":
+            cfg.model.teacher_model_path = save_tiny_model(tmp_path / f"teacher-{name}", seed=5)
+            cfg.algorithm.policy_loss_fn = "jsd"
+            cfg.algorithm.rollout_correction.mode = "none"  # it has no ratio
+        result = train(cluster, cfg, f"{kind}-{name}", sizes=[7])
         found[name] = result["metrics"][1], weights(cfg)
     (expected, moved), (got, same) = found["one"], found["two"]
-    for key in ("actor/final_loss", "actor/grad_norm", "actor/ppo_kl"):
-        assert got[key] == pytest.approx(expected[key], abs=1e-6, rel=1e-6)
+    names = [name for name in expected if name.startswith(("actor/", "critic/", "advantage/"))]
+    assert {"ppo": "critic/vf_loss", "jsd": "advantage/jsd/mean"}[kind] in names
+    for name in names:
+        assert got[name] == pytest.approx(expected[name], abs=1e-6, rel=1e-6), name
     assert expected["actor/grad_norm"] > 0.1
+    assert_close(same, moved, atol=1e-6)
     start = load_file(Path(model_path) / "model.safetensors")
-    for name, value in moved.items():
-        assert same[name].shape == value.shape
-        torch.testing.assert_close(same[name], value, atol=1e-6, rtol=0)
-    assert max(float((moved[n] - start[n]).abs().max()) for n in moved) > 1e-3
+    assert max(float((moved[f"actor/{n}"] - start[n]).abs().max()) for n in start) > 1e-3
 
 
 def test_a_killed_rank_comes_back_and_other_numbers_of_ranks_go_on(
@@ -94,16 +121,21 @@ def test_a_killed_rank_comes_back_and_other_numbers_of_ranks_go_on(
     got = train(cluster, lossy, "lossy", kill=(3, 1))
     assert got["restarts"] == 1
     assert got["moved"] == [1]
-    for name, value in weights(quiet).items():
-        torch.testing.assert_close(weights(lossy)[name], value, atol=0, rtol=0)
+    assert_close(weights(lossy), weights(quiet), atol=0)
     exported = json.loads((last(lossy) / "huggingface" / "config.json").read_text())
     assert exported["architectures"] == ["Qwen2ForCausalLM"]
 
-    # the checkpoint of two ranks' shards, continued by one rank that holds everything
-    alone = config(tmp_path / "quiet", model_path, 1, "ddp")
-    alone.trainer.total_steps = len(SIZES)
+    # the checkpoint of two ranks' shards after step 2, continued by one that holds everything
+    shutil.copytree(tmp_path / "quiet", tmp_path / "alone")
+    shutil.rmtree(tmp_path / "alone" / "global_step_4")
+    alone = config(tmp_path / "alone", model_path, 1, "ddp")
     again = train(cluster, alone, "alone", sizes=[])
-    assert again["result"]["step"] == len(SIZES)
+    assert sorted(again["metrics"]) == [3, 4]
+    for step in (3, 4):
+        for name in ("actor/grad_norm", "critic/vf_loss", "actor/final_loss"):
+            value = expected["metrics"][step][name]
+            assert again["metrics"][step][name] == pytest.approx(value, abs=1e-5, rel=1e-3), name
+    assert_close(weights(alone), weights(quiet), atol=1e-4)
 
 
 def test_a_sharded_policy_with_an_adapter(
@@ -111,7 +143,7 @@ def test_a_sharded_policy_with_an_adapter(
 ) -> None:
     found = []
     for name, ranks in (("one", 1), ("two", 2)):
-        cfg = config(tmp_path / name, model_path, ranks, "fsdp2" if ranks > 1 else "ddp")
+        cfg = config(tmp_path / name, model_path, ranks, "fsdp2" if ranks > 1 else "ddp", "grpo")
         cfg.model.lora = LoraConfig(rank=4, alpha=8.0)
         cfg.algorithm.kl_loss_fn = "k2"  # the reference is the base under the adapter
         cfg.algorithm.kl_loss_fn_args = {"kl_coef": 0.1}

@@ -108,7 +108,7 @@ def file_rows(spec: AlgorithmSpec) -> list[str]:
     return chosen + ([f"{store}.format.prompt_key=text"] if spec.schema == "cpt" else [])
 
 
-def run(kind: str, root: Path, client: Client) -> Run:
+def run(kind: str, root: Path, client: Client, name: str = "", *more: str) -> Run:
     spec = resolve_algorithm({"algorithm_type": kind})
     cfg = load_config(
         "+experiment=sort_task",
@@ -116,7 +116,7 @@ def run(kind: str, root: Path, client: Client) -> Run:
         "engine=torch",
         "monitor=quiet",
         f"checkpoint_root_dir={root}",
-        f"name={kind}",
+        f"name={name or kind}",
         "prepare_args.n_digits=2",
         "prepare_args.n_train=64",
         "prepare_args.n_eval=32",
@@ -126,6 +126,7 @@ def run(kind: str, root: Path, client: Client) -> Run:
         "explorer.eval_at_end=false",
         "buffer.explorer_input.eval_tasksets=[]",
         *overrides(kind, spec),
+        *more,
     )
     with Run(cfg, client) as job:
         job.wait(timeout=500)
@@ -146,6 +147,21 @@ def test_three_steps_from_the_preset(kind: str, root: Path, client: Client) -> N
     assert weights_moved(job)
     if spec.schema == "experience":
         check_accounts(job)
+
+
+@pytest.mark.timeout(600)
+def test_an_adapter_alone_is_trained_synchronised_and_saved(root: Path, client: Client) -> None:
+    """The probes of every sync compare the engine's log-probs with the trainer's."""
+    lora = ["model.lora.rank=4", "model.lora.alpha=8", "trainer.save_hf_checkpoint=last"]
+    job = run("grpo", root, client, "adapter", *lora)
+    check_accounts(job)
+    trained = trainer_metrics(job)
+    assert (trained["actor/kl_loss"].iloc[1:] > 0).any()  # from the base under the adapter
+    checkpoint = Path(job.job_dirs[-1]) / f"global_step_{STEPS}"
+    saved = load_file(checkpoint / "actor" / "lora_adapter" / "adapter_model.safetensors")
+    assert any(float(tensor.abs().max()) > 0 for name, tensor in saved.items() if "lora_B" in name)
+    assert not (checkpoint / "actor" / "model.safetensors").exists()
+    assert (checkpoint / "huggingface" / "adapter_config.json").is_file()
 
 
 def trainer_metrics(job: Run) -> pd.DataFrame:

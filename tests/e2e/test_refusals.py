@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import small_jobs
+from small_jobs import WAIT_S, SmallJobs
+
+from trinity_dask import Run
+from trinity_dask.run import RunFailed
 
 REWARDS = """
 import math, time
@@ -32,125 +35,109 @@ def one_in_four_raises(response, truth, **_):
 """
 
 
-def run(root: Path, *overrides: str, timeout: float = 280.0) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable, "-m", "trinity_dask", "run", "+experiment=sort_digits_tiny",
-        "engine=torch", f"checkpoint_root_dir={root}", "monitor.progress=plain", *overrides,
-    ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
-
-
-def manifests(root: Path) -> list[dict[str, Any]]:
-    paths = sorted(root.glob("trinity-dask/*/grpo/buffer/experience/commit/*.json"))
+def manifests(job: Path) -> list[dict[str, Any]]:
+    paths = sorted(job.glob("buffer/experience/commit/*.json"))
     return [json.loads(path.read_text()) for path in paths]
 
 
+def with_reward(root: Path, name: str) -> list[str]:
+    (root / "rewards.py").write_text(REWARDS)
+    path = f"{root}/rewards.py:{name}"
+    return [f"buffer.explorer_input.taskset.reward_fn={path}", "explorer.max_retry_times=0"]
+
+
 @pytest.mark.parametrize(
-    ("reward", "message"),
-    [
-        ("raises", "the reward's own error"),
-        ("is_nan", "nan"),
-        ("never_returns", "did not return"),
-    ],
+    ("reward", "message"), [("raises", "the reward's own error"), ("is_nan", "(?i)nan")]
 )
 def test_a_reward_that_cannot_score_fails_the_run_and_is_never_zero(
-    tmp_path: Path, reward: str, message: str
+    jobs: SmallJobs, reward: str, message: str
 ) -> None:
-    (tmp_path / "rewards.py").write_text(REWARDS)
-    done = run(
-        tmp_path,
-        f"buffer.explorer_input.taskset.reward_fn={tmp_path}/rewards.py:{reward}",
-        "explorer.eval_on_startup=false",
-        "explorer.max_timeout_s=5",
-        "explorer.max_retry_times=0",
-    )
+    run = jobs.start(*with_reward(jobs.root, reward))
+    with pytest.raises(RunFailed, match=message) as caught:
+        run.wait(timeout=WAIT_S)
+    assert "no run of batch 1 succeeded" in str(caught.value)
+    assert manifests(jobs.dir()) == []
+
+
+def test_a_command_whose_rewards_never_return_exits_with_1(tmp_path: Path, data: Path) -> None:
+    words = [*small_jobs.overrides(tmp_path, data), *with_reward(tmp_path, "never_returns")]
+    done = small_jobs.run_words(*words, "explorer.max_timeout_s=5")
     assert done.returncode == 1, done.stdout[-2000:]
     assert "no run of batch 1 succeeded" in done.stderr
-    assert message in done.stderr.lower() or message in done.stderr
-    assert manifests(tmp_path) == []
+    assert "did not return" in done.stderr
+    assert manifests(tmp_path / "trinity-dask" / "job") == []
 
 
-def test_some_failing_rewards_are_counted_as_failed(tmp_path: Path) -> None:
-    (tmp_path / "rewards.py").write_text(REWARDS)
-    done = run(
-        tmp_path,
-        f"buffer.explorer_input.taskset.reward_fn={tmp_path}/rewards.py:one_in_four_raises",
-        "explorer.max_retry_times=0",
-        "explorer.eval_interval=0",
-        "explorer.eval_on_startup=false",
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    accounts = [m["meta"]["accounts"] for m in manifests(tmp_path)]
+def test_some_failing_rewards_are_counted_as_failed(jobs: SmallJobs) -> None:
+    jobs.finish(*with_reward(jobs.root, "one_in_four_raises"))
+    accounts = [m["meta"]["accounts"] for m in manifests(jobs.dir())]
     assert sum(a["failed"] for a in accounts) > 0
     assert all(a["scheduled"] == a["succeeded"] + a["failed"] + a["cancelled"] for a in accounts)
 
 
-def test_a_row_without_its_column_is_named(tmp_path: Path) -> None:
-    data = tmp_path / "tasks.jsonl"
-    data.write_text('{"prompt": "sort 1=", "response": "1"}\n{"prompt": "sort 2="}\n')
-    done = run(tmp_path, f"buffer.explorer_input.taskset.path={data}")
-    assert done.returncode in (1, 2)
-    for part in (str(data), "row 1", "response"):
-        assert part in done.stderr
+def test_a_row_without_its_column_is_named(jobs: SmallJobs) -> None:
+    tasks = jobs.root / "tasks.jsonl"
+    tasks.write_text('{"prompt": "sort 1=", "response": "1"}\n{"prompt": "sort 2="}\n')
+    run = jobs.start(f"buffer.explorer_input.taskset.path={tasks}")
+    with pytest.raises(RunFailed) as caught:
+        run.wait(timeout=WAIT_S)
+    for part in (str(tasks), "row 1", "response"):
+        assert part in str(caught.value)
 
 
-def test_a_model_without_weights_is_named(tmp_path: Path) -> None:
-    model = tmp_path / "model"
+def test_a_model_without_weights_is_named(jobs: SmallJobs) -> None:
+    model = jobs.root / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    done = run(tmp_path, f"model.model_path={model}")
-    assert done.returncode in (1, 2)
-    assert str(model) in done.stderr
-    assert "weights" in done.stderr
+    run = jobs.start(f"model.model_path={model}", "model.max_model_len=32")
+    with pytest.raises(RunFailed, match=f"{model}.*weights|weights.*{model}"):
+        run.wait(timeout=WAIT_S)
 
 
-def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+def test_a_port_in_use_is_named(jobs: SmallJobs) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        done = run(tmp_path, f"cluster.scheduler_port={port}")
-    assert done.returncode in (1, 2)
-    assert str(port) in done.stderr
+        with (
+            Run(jobs.config(f"cluster.scheduler_port={port}")) as run,
+            pytest.raises(RunFailed, match=f"cannot listen on port {port}"),
+        ):
+            run.wait(timeout=WAIT_S)
 
 
-def test_a_job_directory_in_use_is_named(tmp_path: Path) -> None:
-    import fcntl
-
-    job = tmp_path / "trinity-dask" / "busy"
-    job.mkdir(parents=True)
-    with open(job / "run.lock", "w") as lock:
+def test_a_job_directory_in_use_is_named(jobs: SmallJobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trinity_dask.run.session.LOCK_WAIT_S", 0.5)
+    jobs.dir().mkdir(parents=True)
+    with open(jobs.dir() / "run.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        done = run(tmp_path, "name=busy")
-    assert done.returncode == 1
-    assert f"{job} is in use by another run" in done.stderr
+        run = jobs.start()
+        with pytest.raises(RunFailed, match=f"{jobs.dir()} is in use by another run"):
+            run.wait(timeout=WAIT_S)
 
 
-def test_a_foreign_file_in_the_store_stops_the_resumed_run(tmp_path: Path) -> None:
-    assert run(tmp_path, "name=job").returncode == 0
-    stage = tmp_path / "trinity-dask" / "job" / "grpo"
-    (stage / "stage_meta.json").unlink(missing_ok=True)
-    (stage.parent / "stage_meta.json").unlink()
-    for checkpoint in stage.glob("global_step_*"):
+def test_a_foreign_file_in_the_store_stops_the_resumed_run(jobs: SmallJobs) -> None:
+    jobs.finish().close()
+    job = jobs.dir()
+    (job / "stage_meta.json").unlink()
+    for checkpoint in job.glob("global_step_*"):
         (checkpoint / "COMPLETE").unlink()
-    data = sorted((stage / "buffer" / "experience" / "data").glob("1-*"))[0]
+    data = sorted((job / "buffer" / "experience" / "data").glob("1-*"))[0]
     data.write_bytes(b"not an arrow file")
-    done = run(tmp_path, "name=job")
-    assert done.returncode == 1
-    assert data.name in done.stderr
+    run = jobs.start()
+    with pytest.raises(RunFailed, match=data.name):
+        run.wait(timeout=WAIT_S)
 
 
 def test_a_missing_model_is_refused_before_a_cluster_starts(tmp_path: Path) -> None:
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text('{"prompt": "sort 1=", "response": "1"}\n')
-    command = [
-        sys.executable, "-m", "trinity_dask", "run", "engine=torch", "model.max_model_len=32",
+    done = small_jobs.run_words(
+        "engine=torch", "model.max_model_len=32",
         f"checkpoint_root_dir={tmp_path}", f"model.model_path={tmp_path}/nope",
         f"buffer.explorer_input.taskset.path={tasks}", "buffer.total_steps=1",
         "buffer.explorer_input.taskset.reward_fn=accuracy_reward",
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    )  # fmt: skip
     assert done.returncode == 2, done.stderr
     assert f"{tmp_path}/nope" in done.stderr
     assert not list(tmp_path.rglob("control-0.log"))

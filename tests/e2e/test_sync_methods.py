@@ -5,24 +5,35 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_refusals import run
+from small_jobs import STEPS, WAIT_S, SmallJobs
 
 from trinity_dask.monitor.history import load_metrics
+from trinity_dask.run import RunFailed
 
 
-@pytest.mark.parametrize("method", ["nccl", "memory", "checkpoint"])
-def test_two_engines_follow_the_trainer(tmp_path: Path, method: str) -> None:
-    done = run(tmp_path, f"synchronizer={method}", "cluster.rollout.n_workers=2", "name=job")
-    assert done.returncode == 0, done.stderr[-2000:]
-    frame = load_metrics(tmp_path / "trinity-dask" / "job" / "grpo")
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [
+        ("nccl", []),
+        ("memory", []),
+        ("checkpoint", ["synchronizer.path={root}/elsewhere"]),
+        ("memory", ["model.lora.rank=4"]),  # the adapter alone, and the same proofs
+    ],
+)
+def test_two_engines_follow_the_trainer(jobs: SmallJobs, method: str, more: list[str]) -> None:
+    keys = [key.format(root=jobs.root) for key in more]
+    jobs.finish(f"synchronizer={method}", "cluster.rollout.n_workers=2", *keys).close()
+    frame = load_metrics(jobs.dir())
     synced = frame.dropna(subset=["sync/bytes"])
-    assert list(synced["explorer/model_version"]) == [1.0, 2.0, 3.0, 4.0]
+    versions = [float(step) for step in range(1, STEPS + 1)]
+    assert list(synced["explorer/model_version"]) == versions
     assert (synced["sync/probe_max_abs_diff"] < 1e-5).all()
-    left = [*tmp_path.rglob("weights-*.safetensors"), *Path("/dev/shm").glob("trinity-dask-*job*")]
-    assert left == []
+    assert (synced["sync/floor_share"] > 0).all()
+    shared = Path("/dev/shm").glob("trinity-dask-*job*")
+    assert [*jobs.root.rglob("weights-*.safetensors"), *shared] == []
 
 
-def test_engines_that_differ_from_the_trainer_stop_the_run(tmp_path: Path) -> None:
-    done = run(tmp_path, "synchronizer.probe_tolerance=1e-12", "name=job")
-    assert done.returncode == 1
-    assert "engine-0 and the trainer differ" in done.stderr
+def test_engines_that_differ_from_the_trainer_stop_the_run(jobs: SmallJobs) -> None:
+    run = jobs.start("synchronizer.probe_tolerance=1e-12")
+    with pytest.raises(RunFailed, match="engine-0 and the trainer differ"):
+        run.wait(timeout=WAIT_S)

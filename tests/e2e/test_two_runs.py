@@ -13,28 +13,10 @@ from distributed import Client, LocalCluster
 import trinity_dask
 from trinity_dask.buffer.store import ExperienceStore
 from trinity_dask.cli import main as cli
-from trinity_dask.config import Config
-from trinity_dask.demo.sort_digits import prepare
 from trinity_dask.run import Run, RunFailed
 
 WAIT_S = 240.0
 STEPS = 3
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[LocalCluster]:
-    with LocalCluster(
-        n_workers=4, threads_per_worker=4, dashboard_address="127.0.0.1:0", memory_limit=0
-    ) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with random weights, and what it is asked."""
-    path = tmp_path_factory.mktemp("data")
-    prepare(Config(), dir=str(path), n_digits=2, n_train=32, n_eval=8)
-    return path
 
 
 class Job:
@@ -113,10 +95,13 @@ def test_a_trainer_and_an_explorer_find_each_other(job: Job, cluster: LocalClust
 
 
 @pytest.mark.timeout(600)
-def test_two_explorers_feed_one_trainer(job: Job) -> None:
-    memory = "synchronizer=memory"
-    trainer = job.run("mode=train", memory)
-    explorers = [job.run("mode=explore", memory, f"explorer.name=explorer{i}") for i in (1, 2)]
+@pytest.mark.parametrize(
+    ("method", "style"), [("memory", "fixed"), ("checkpoint", "trainer_driven")]
+)
+def test_two_explorers_feed_one_trainer(job: Job, method: str, style: str) -> None:
+    way = (f"synchronizer={method}", f"synchronizer.sync_style={style}")
+    trainer = job.run("mode=train", *way)
+    explorers = [job.run("mode=explore", *way, f"explorer.name=explorer{i}") for i in (1, 2)]
     for run in (trainer, *explorers):
         assert run.wait(timeout=WAIT_S)["state"] == "done", run.status
     manifests = job.manifests()

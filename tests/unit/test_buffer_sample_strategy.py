@@ -166,6 +166,29 @@ def test_an_old_token_makes_its_whole_group_old(tmp_path: Path) -> None:
     run(scenario())
 
 
+def test_what_is_too_old_can_be_masked_instead_and_the_limit_survives_a_resume(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        cfg, args = config(tmp_path, 3), {"max_staleness": 2, "over_limit": "mask"}
+        strategy, buffer = await opened(cfg, "staleness_control", **args)
+        await buffer.commit(1, group(1, 3, 0), {})
+        await buffer.commit(2, group(2, 3, 1), {})
+        sample = await strategy.sample(9, WAIT_S)
+        assert (sample.rows, sample.min_version) == (3, 6)  # 9 - 1 - 2
+        await strategy.done(sample)
+        state = json.loads(json.dumps(await strategy.state_dict()))
+        again, reopened = await opened(cfg, "staleness_control", state, **args)
+        sample = await again.sample(10, WAIT_S)
+        assert (sample.lease.batches, sample.min_version) == ((2,), 7)
+        await again.done(sample)
+        assert (await balanced(reopened, 6))["dropped_rows"] == 0
+        with pytest.raises(ValueError, match=r"over_limit must be one of drop, mask \(got 'x'\)"):
+            await opened(cfg, "staleness_control", over_limit="x")
+
+    run(scenario())
+
+
 def test_staleness_needs_a_sensible_limit(tmp_path: Path) -> None:
     async def scenario() -> None:
         with pytest.raises(ValueError, match="max_staleness must be >= 0"):

@@ -334,12 +334,34 @@ def test_the_words_of_trinity_for_styles_and_methods_are_known():
     assert config.synchronizer.sync_method == "checkpoint"
 
 
+def test_an_update_gives_up_waiting_for_requests_before_its_peers_give_it_up():
+    keys = {"synchronizer__in_flight": "wait", "synchronizer__in_flight_timeout_s": 600.0}
+    (line,) = problems(grpo(**keys))
+    assert "in_flight_timeout_s=600 must be below synchronizer.sync_timeout_s=600" in line
+    assert problems(grpo(**{**keys, "synchronizer__in_flight": "abort"})) == []
+    assert problems(grpo(**{**keys, "synchronizer__in_flight_timeout_s": 30.0})) == []
+
+
 def test_a_buffer_too_small_for_the_distance_between_the_sides_is_refused():
     store = "buffer__trainer_input__experience_buffer__capacity_batches"
     keys = {store: 2, "synchronizer__sync_interval": 2, "synchronizer__sync_offset": 1}
     (line,) = problems(grpo(**keys))
     assert line.endswith("set it to 3 or more")
     assert problems(grpo(**{**keys, store: 3})) == []
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "message"),
+    [
+        ("nccl", "/scratch/weights", "set sync_method=checkpoint"),
+        ("checkpoint", "carrier-pigeon://coop", "scheme whose fsspec package is installed"),
+        ("checkpoint", "/scratch/weights", None),
+        ("checkpoint", "memory://weights", None),
+    ],
+)
+def test_weights_go_where_their_method_can_put_them(method, path, message):
+    found = problems(grpo(synchronizer__sync_method=method, synchronizer__path=path))
+    assert [message in line for line in found] == ([] if message is None else [True])
 
 
 @pytest.mark.parametrize(

@@ -140,3 +140,14 @@ def test_tables_of_other_versions_are_read() -> None:
     assert conform(newer.select(sorted(newer.column_names))).equals(table)
     with pytest.raises(ValueError, match="lacks the columns tokens"):
         conform(table.drop_columns(["tokens"]))
+
+
+def test_equal_looking_values_of_other_types_stay_apart_and_rows_share_no_dict():
+    infos = [{"a": 1}, {"a": 1.0}, {"a": True}, {"a": -0.0}, {"a": 0.0}, {"1": 2}, {"a": "1"}]
+    infos += [{"at": {"x": 1}}, {"at": {"x": True}}, {"a": 1}, {"at": {"x": 1}}]
+    made = [Experience(tokens=np.array([1, 2]), info=dict(info)) for info in infos]
+    again = from_table(to_table(made))
+    assert [repr(e.info) for e in again] == [repr(info) for info in infos]
+    again[0].info["a"] = again[7].info["at"]["x"] = 5
+    assert again[9].info == {"a": 1}
+    assert again[10].info == {"at": {"x": 1}}

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from placement_support import shortest_s
 
 from trinity_dask.explorer.places import Places
 from trinity_dask.explorer.schedule_policy import Cancel, SchedulePolicy, Submit
@@ -64,12 +65,6 @@ class Simulation:
         return self.now - started
 
 
-def ideal(n: int, slots: int, seconds: list[float]) -> float:
-    """The shortest time in which engines that need ``seconds`` each can end ``n`` sub-tasks."""
-    times = sorted(k * s for s in seconds for k in range(1, n + 1))
-    return next(t for t in times if slots * sum(int(t / s + 1e-9) for s in seconds) >= n)
-
-
 @pytest.mark.parametrize("slots", [1, 4, 16])
 @pytest.mark.parametrize("n", [8, 20, 40, 64, 100])
 @pytest.mark.parametrize("speeds", [[1.0, 3.0], [1.0, 1.0, 3.0], [1.0, 3.0, 3.0], [1.0, 2.0]])
@@ -77,13 +72,13 @@ def test_engines_of_unequal_speed_finish_a_batch_together(slots, n, speeds):
     simulation = Simulation(slots, lambda place, load: speeds[place], len(speeds))
     simulation.run(0, 4 * slots * len(speeds))  # the speeds are learned
     for batch in (1, 2, 3):
-        assert simulation.run(batch, n) <= 1.15 * ideal(n, slots, speeds)
+        assert simulation.run(batch, n) <= 1.15 * shortest_s(n, slots, speeds)
 
 
 @pytest.mark.parametrize(("slots", "n"), [(1, 32), (4, 64), (4, 128)])
 def test_the_first_batch_already_is_close_to_the_ideal(slots, n):
     simulation = Simulation(slots, lambda place, load: (1.0, 3.0)[place], 2)
-    assert simulation.run(0, n) <= 1.15 * ideal(n, slots, [1.0, 3.0])
+    assert simulation.run(0, n) <= 1.15 * shortest_s(n, slots, [1.0, 3.0])
 
 
 def test_engines_that_slow_down_under_load_share_equally():

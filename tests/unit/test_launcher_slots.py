@@ -13,6 +13,7 @@ from trinity_dask.config.schema import Config, GroupConfig
 from trinity_dask.explorer.scheduler import Scheduler
 from trinity_dask.explorer.scheduler_state import SchedulerState
 from trinity_dask.explorer.tasks import Counts
+from trinity_dask.launcher.specs import engine_specs, joining_spec
 from trinity_dask.launcher.stage import StageRunner
 from trinity_dask.workflows import Task
 
@@ -51,3 +52,15 @@ def test_the_lanes_of_runner_workers_come_on_top_of_those_of_engines(
     state.schedule(2, [Task("blocking") for _ in range(4)], 0.0, lambda task: "runner")
     assert state.busy == 5
     assert state.batches[1].counts == Counts(scheduled=4)
+
+
+def test_in_a_shared_cluster_only_a_run_s_own_slots_join_it() -> None:
+    cfg = Config()
+    cfg.synchronizer.in_flight, cfg.synchronizer.in_flight_timeout_s = "abort", 9.0
+    assert [spec.slot for spec in engine_specs(cfg)] == ["engine-0"]
+    joined = joining_spec(cfg, "engine-7")
+    assert joined is not None
+    assert (joined.slot, joined.in_flight, joined.in_flight_timeout_s) == ("engine-7", "abort", 9.0)
+    cfg.cluster.rollout = GroupConfig(n_workers=2, first_index=4)
+    slots = ("engine-3", "engine-4", "engine-5", "engine-6")
+    assert [joining_spec(cfg, slot) is not None for slot in slots] == [False, True, True, False]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,8 @@ def test_published_versions_grow_and_the_second_content_of_a_path_is_seen(tmp_pa
     asyncio.run(body())
 
 
-def test_a_checkpoint_is_published_with_its_last_shard(tmp_path: Path) -> None:
-    from trinity_dask.models.weight_files import write_safetensors
+def test_a_checkpoint_is_published_with_its_last_shard_and_stays_readable(tmp_path: Path) -> None:
+    from trinity_dask.models.weight_files import read_safetensors, write_safetensors
 
     export = tmp_path / "global_step_4" / "huggingface"
     write_safetensors(str(export / "model.safetensors"), WEIGHTS.items())
@@ -55,9 +56,13 @@ def test_a_checkpoint_is_published_with_its_last_shard(tmp_path: Path) -> None:
         await sync.set_model_state_dict_with_step_num(4, 2)
         assert (sync.model_version, sync.checkpoint_shard_counter[4]) == (0, 1)
         assert await sync.set_model_state_dict_with_step_num(4, 2) == 4
-        assert await sync.get_model_state_dict() == (str(export), 4)
+        path, version = await sync.get_model_state_dict()
+        shutil.rmtree(export)  # as the trainer does with old checkpoints
+        found = dict(read_safetensors(path))
+        assert (version, list(found)) == (4, ["w"])
+        torch.testing.assert_close(found["w"], WEIGHTS["w"])
         await sync.close()
-        assert export.is_dir()  # it is the trainer's, not ours
+        assert not Path(path).exists()
 
     asyncio.run(body())
 
@@ -193,5 +198,21 @@ def test_a_cancelled_explorer_does_not_stay_at_its_boundary(tmp_path: Path) -> N
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         assert counts(sync) == {"running": 1}
+
+    asyncio.run(body())
+
+
+def test_pacing_counts_what_other_explorers_had_begun_before_a_resume(tmp_path: Path) -> None:
+    async def body() -> None:
+        sync = synchronizer(tmp_path, "fully_async", max_staleness=4, sync_timeout_s=0.05)
+        sync.state.trainer_joined(3, 6)
+        await sync.register_explorer("a", 4)
+        await sync.register_explorer("b", 3)
+        for name in ("a", "b"):
+            sync.state.load_ended(name, 3)
+        assert await sync.explorer_may_submit("a", 5)  # 5 + 3 <= 3 + 4 + 1
+        with pytest.raises(TimeoutError, match="batch 4 to be young enough"):
+            await sync.explorer_may_submit("b", 4)  # 4 + 5 is one too many
+        await sync.close()
 
     asyncio.run(body())

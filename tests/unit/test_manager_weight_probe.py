@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from trinity_dask.config.schema import SynchronizerConfig
-from trinity_dask.manager.weight_shelf import Probe, Published
+from trinity_dask.manager.link_floor import FileFloor
+from trinity_dask.manager.weight_shelf import Probe, Published, WeightShelf
 from trinity_dask.manager.weight_transport import WeightMismatch, WeightTransport
 from trinity_dask.models.protocol import WeightReceipt
 
@@ -21,12 +22,14 @@ class Engines(WeightTransport):
         self.cfg = SynchronizerConfig(sync_method="memory")
         self.receipts = dict(enumerate(receipts))
         self.asked: list[Any] = []
+        self.shelf, self._floor = WeightShelf("nowhere", in_memory=True), FileFloor()
 
     async def _call(self, slot: Any, method: str, *args: Any) -> Any:
         if method == "update_weights":
             return self.receipts[slot]
+        assert method == "logprobs_of"
         self.asked.append(slot)
-        return np.zeros(1, dtype=np.float32)
+        return [np.zeros(1, dtype=np.float32) for _ in args[0]]
 
     async def moved(self, logprob: float) -> dict[str, float]:
         probe = Probe([[1, 2]], [np.full(1, logprob, dtype=np.float32)])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from trinity_dask.models import checksum as checksums
 from trinity_dask.models.checksum import BLOCK_WORDS, Digest, checksum
 
 
@@ -86,3 +87,11 @@ def test_digest_counts_bytes():
         digest.add(name, tensor)
     assert digest.n_bytes == sum(4 * tensor.numel() for _, tensor in weights())
     assert digest.value == checksum(weights())
+
+
+def test_numpy_and_torch_compute_the_same(monkeypatch):
+    """What a CPU computes with numpy and an accelerator with torch."""
+    named = [*weights(), ("e", torch.arange(BLOCK_WORDS * 2 + 3, dtype=torch.int64) << 40)]
+    expected = checksum(named)
+    monkeypatch.setattr(checksums, "_as_words", lambda data: data.view(torch.int64))
+    assert checksum(named) == expected

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 import torch
-from models_support import PROMPT, engine_spec, hf_logprobs, run, save_model
+from models_support import PROMPT, engine_spec, hf_logprobs, run, save_model, send_named
 from safetensors.torch import load_file
 from trainer_support import GRPO, batch_of, engine, rows, save_tiny_model, weights
 
@@ -135,7 +135,8 @@ def test_an_adapter_of_another_rank_is_refused(path):
         load_policy(path, lora=LoraConfig(rank=2, path="/nowhere"))
 
 
-def test_fault_14_the_adapter_reaches_the_engine_and_not_the_frozen_base(tmp_path):
+@pytest.mark.parametrize("method", ["memory", "checkpoint", "nccl"])
+def test_fault_14_the_adapter_reaches_the_engine_and_not_the_frozen_base(tmp_path, method):
     """Checksum of what was sent, and the log-probs of the trainer's model, on both sides."""
     directory = save_model(tmp_path / "model")
     spec = engine_spec(directory)
@@ -149,12 +150,10 @@ def test_fault_14_the_adapter_reaches_the_engine_and_not_the_frozen_base(tmp_pat
         seen = []
         for version in (1, 2):
             stirred(model, seed=version)
-            named = adapter_parameters(model)
-            sent = write_safetensors(str(tmp_path / f"{version}.st"), named.items())
-            update = WeightUpdate(version, "memory", path=str(tmp_path / f"{version}.st"))
-            receipt = await served.update_weights(update)
-            assert receipt.checksum == sent.value == checksum(named.items())
-            assert receipt.n_bytes == sum(p.numel() * 4 for p in named.values())
+            named = [(name, p.detach()) for name, p in adapter_parameters(model).items()]
+            receipt = await send_named(served, named, version, tmp_path / "same.st", method)
+            assert receipt.checksum == checksum(named)
+            assert receipt.n_bytes == sum(tensor.numel() * 4 for _, tensor in named)
             (answer,) = await served.generate(PROMPT, SamplingParams(max_tokens=8), f"r{version}")
             expected = hf_logprobs(model, PROMPT, answer.token_ids, 1.0)
             np.testing.assert_allclose(answer.logprobs, expected, atol=1e-4)

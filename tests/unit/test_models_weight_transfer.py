@@ -6,15 +6,22 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from trinity_dask.manager.weight_group import Member, engine_ranks
+from trinity_dask.manager.weight_group import WeightGroup as FormedGroup
+from trinity_dask.models import weight_transfer
 from trinity_dask.models.checksum import Digest, checksum
 from trinity_dask.models.protocol import TensorMeta, WeightGroupSpec
+from trinity_dask.models.transfer_group import rank_of_worker
 from trinity_dask.models.weight_transfer import (
     ALIGN_BYTES,
+    lay_out,
     make_group,
+    memory_bytes,
     plan_buckets,
     read_safetensors,
     recv,
@@ -80,6 +87,18 @@ def test_a_tensor_larger_than_a_bucket_gets_its_own():
     assert [len(bucket.slots) for bucket in plan_buckets(meta, 100)] == [1, 1, 1]
 
 
+def test_buckets_share_one_memory_without_touching():
+    meta = tensor_meta(weights())
+    buckets = plan_buckets(meta, 5000)
+    end = 0
+    for bucket in buckets:
+        assert bucket.start % ALIGN_BYTES == 0
+        assert bucket.start >= end
+        end = bucket.start + bucket.n_bytes
+    assert memory_bytes(meta, 5000) == end
+    assert memory_bytes((), 5000) == 0
+
+
 def test_bucket_size_is_checked():
     with pytest.raises(ValueError, match="bucket_bytes"):
         plan_buckets(tensor_meta(weights()), 0)
@@ -106,6 +125,39 @@ def test_wire_dtype_is_that_of_the_metadata():
     assert digest.value == their_digest.value
     for (_, got), (_, expected) in zip(received, sent, strict=True):
         assert torch.equal(got, expected.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 5000, 1 << 20])
+def test_laid_out_tensors_are_sent_from_and_received_where_they_lie(bucket_bytes, monkeypatch):
+    ends = form(group_spec(free_port()))
+    named = {name: torch.nn.Parameter(tensor) for name, tensor in weights()}
+    before = dict(named)
+    meta = tensor_meta(named.items())
+    assert lay_out(named, meta, bucket_bytes)
+    assert all(torch.equal(named[name], tensor) for name, tensor in weights())
+    assert all(named[name] is parameter for name, parameter in before.items())
+    monkeypatch.setattr(weight_transfer, "_packed", None)  # nothing is copied
+    memory = torch.zeros(memory_bytes(meta, bucket_bytes), dtype=torch.uint8)
+    for _ in range(2):
+        with ThreadPoolExecutor(2) as pool:
+            digest = Digest()
+            sending = pool.submit(send, ends[0], named.items(), meta, bucket_bytes)
+            received = list(recv(ends[1], meta, bucket_bytes, digest, memory))
+        assert sending.result().value == digest.value == checksum(received)
+        assert digest.value == checksum(named.items())
+        begin = memory.data_ptr()
+        assert all(begin <= t.data_ptr() < begin + len(memory) for _, t in received)
+        with torch.no_grad():
+            named["w2"].add_(1.0)  # as a train step does, in place
+
+
+def test_what_cannot_be_laid_out_is_left_alone():
+    named = {name: torch.nn.Parameter(tensor) for name, tensor in weights()}
+    places = [tensor.data_ptr() for tensor in named.values()]
+    assert not lay_out(named, tensor_meta(named.items(), dtype="bfloat16"), 5000)
+    plain = dict(weights())
+    assert not lay_out(plain, tensor_meta(plain.items()), 5000)
+    assert [tensor.data_ptr() for tensor in named.values()] == places
 
 
 def test_stale_metadata_is_refused_by_the_sender():
@@ -152,6 +204,58 @@ def test_closing_one_end_ends_a_waiting_receiver():
     waiting.join(timeout=30)
     assert not waiting.is_alive()
     assert len(errors) == 1
+
+
+# ranks ------------------------------------------------------------------------------------
+def engine(ranks: int, replicas: int = 1) -> list[SimpleNamespace]:
+    """vLLM's parallel configuration in each worker of an engine."""
+    return [
+        SimpleNamespace(world_size=ranks, rank=rank, data_parallel_index=replica)
+        for replica in range(replicas)
+        for rank in range(ranks)
+    ]
+
+
+def test_workers_of_all_engines_have_the_ranks_after_the_trainer():
+    group = FormedGroup("nccl", 60.0)
+    engines = {"a": engine(2), "b": engine(1), "c": engine(2, replicas=2)}
+    members = tuple(Member(slot, "1", len(workers)) for slot, workers in engines.items())
+    specs = group.next_generation("rank0", members, "host", 1)
+    assert {spec.world_size for spec in specs.values()} == {8}
+    ranks = [rank_of_worker(specs[s], worker) for s, all_ in engines.items() for worker in all_]
+    assert ranks == [1, 2, 3, 4, 5, 6, 7]
+    with pytest.raises(ValueError, match="would be rank 8"):
+        rank_of_worker(specs["c"], SimpleNamespace(world_size=2, rank=0, data_parallel_index=2))
+
+
+def test_an_engine_takes_as_many_ranks_as_it_has_workers():
+    assert engine_ranks({}) == 1
+    assert engine_ranks({"tensor_parallel_size": 4, "extra_engine_args": None}) == 4
+    extra = {"pipeline_parallel_size": 2, "data_parallel_size": 3}
+    assert engine_ranks({"tensor_parallel_size": 2, "extra_engine_args": extra}) == 12
+
+
+def test_every_worker_of_a_parallel_engine_receives_the_same_bytes():
+    """One trainer, an engine of two workers and one of one, over gloo."""
+    port, sent = free_port(), weights()
+    group = FormedGroup("gloo", 60.0, floor_bytes=4096)
+    members = (Member("a", "1", 2), Member("b", "1", 1))
+    specs = group.next_generation("rank0", members, "127.0.0.1", port)
+    workers = [("a", worker) for worker in engine(2)] + [("b", worker) for worker in engine(1)]
+
+    def receive(slot: str, worker: SimpleNamespace) -> int:
+        end = make_group(specs[slot], rank_of_worker(specs[slot], worker), False)
+        digest = Digest()
+        list(recv(end, tensor_meta(sent), 5000, digest))
+        return digest.value
+
+    with ThreadPoolExecutor(3) as pool:
+        receiving = [pool.submit(receive, *worker) for worker in workers]
+        master = make_group(specs["trainer"], 0, True)
+        digest = send(master, sent, tensor_meta(sent), 5000)
+        assert {end.result() for end in receiving} == {digest.value}
+    assert master.bytes_per_s is not None
+    assert master.bytes_per_s > 0
 
 
 def _join_and_die(port: int) -> None:

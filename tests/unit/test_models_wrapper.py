@@ -250,3 +250,22 @@ def test_logprobs_default_to_the_sampling_temperature(tmp_path, tokenizer):
 def test_a_directory_without_a_tokenizer_is_named(tmp_path):
     with pytest.raises(ValueError, match="no tokenizer at"):
         load_tokenizer(str(tmp_path))
+
+
+def test_with_a_request_seed_every_request_has_its_own_and_a_run_repeats_them(tokenizer):
+    engine = Recorder()
+
+    async def action(wrapper):
+        for name in ("1/0/0", "1/0/1", "1/0/0"):
+            wrapper.begin_run(name)
+            await wrapper.generate_async("a")
+            await wrapper.generate_async("a")
+        await wrapper.generate_async("a", seed=5)
+
+    use(tokenizer, action, engine=engine, request_seed=7)
+    seeds = [sampling.seed for _, sampling in engine.asked]
+    assert len(set(seeds[:4])) == 4
+    assert seeds[4:] == [*seeds[:2], 5]
+    other = Recorder()
+    use(tokenizer, action, engine=other, request_seed=8)
+    assert not {s.seed for _, s in other.asked[:4]} & set(seeds[:4])

@@ -44,6 +44,15 @@ def test_before_and_after_are_the_first_and_last_values_with_their_steps(job):
     ]
 
 
+def test_preferences_and_a_teacher_show_progress_without_a_reward(tmp_path):
+    monitor = Monitor(CFG, str(tmp_path), "trainer")
+    shown = ("actor/dpo_loss", "actor/accuracy_mean", "advantage/kl/mean")
+    for step in (1, 2):
+        monitor.log(step, dict.fromkeys(shown, 1.0 / step) | {"actor/final_loss": 1.0})
+    changes = build_report(tmp_path).changes
+    assert {(c.metric, c.before, c.after) for c in changes} == {(n, 1.0, 0.5) for n in shown}
+
+
 def test_places_exist_and_name_the_newest_checkpoint_and_model(job):
     places = dict(build_report(job).places)
     assert all(Path(path).exists() for path in places.values())

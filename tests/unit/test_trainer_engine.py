@@ -172,10 +172,10 @@ def test_a_policy_learns_what_it_is_rewarded_for():
     liked = rows(8, seed=1)
     for experience in liked:
         experience.advantages[:] = 1.0
-    before = [trained.sequence_logprobs(e.tokens.tolist()).sum() for e in liked]
+    before = [trained.sequence_logprobs([e.tokens.tolist()])[0].sum() for e in liked]
     for step in range(1, 11):
         trained.train_step(batch_of(liked), step)
-    after = [trained.sequence_logprobs(e.tokens.tolist()).sum() for e in liked]
+    after = [trained.sequence_logprobs([e.tokens.tolist()])[0].sum() for e in liked]
     assert np.mean(after) > np.mean(before)
 
 

@@ -37,7 +37,7 @@ def test_fault_34_each_value_is_the_logprob_of_its_own_token(equal_prompts, budg
 def test_fault_34_a_four_token_toy():
     model = tiny_model()
     tokens = [3, 1, 4, 1]
-    got = Scorer(model)(sequence_batch(tokens)).logprob[0].detach()
+    got = Scorer(model)(sequence_batch([tokens])).logprob[0].detach()
     table = torch.log_softmax(model(torch.tensor([tokens])).logits[0].detach(), dim=-1)
     expected = [table[0, 1], table[1, 4], table[2, 1]]
     torch.testing.assert_close(got, torch.stack(expected))
@@ -71,21 +71,21 @@ def test_fault_22_micro_batch_sizes_change_logprobs_by_rounding_only():
 
 def test_entropy_comes_from_the_scaled_logits():
     model = tiny_model()
-    scores = Scorer(model, 0.5)(sequence_batch([3, 1, 4, 1]), entropy=True)
+    scores = Scorer(model, 0.5)(sequence_batch([[3, 1, 4, 1]]), entropy=True)
     logits = model(torch.tensor([[3, 1, 4, 1]])).logits[:, :-1].float() / 0.5
     torch.testing.assert_close(scores.entropy, token_entropy(logits))
-    assert Scorer(model)(sequence_batch([3, 1]), entropy=True).entropy.requires_grad
-    metric = Scorer(model)(sequence_batch([3, 1]), entropy=True, entropy_gradient=False)
+    assert Scorer(model)(sequence_batch([[3, 1]]), entropy=True).entropy.requires_grad
+    metric = Scorer(model)(sequence_batch([[3, 1]]), entropy=True, entropy_gradient=False)
     assert not metric.entropy.requires_grad
 
 
-def test_a_sequence_is_probed_like_an_engine_does():
+def test_sequences_are_probed_like_an_engine_does():
     trained = engine()
-    tokens = [5, 3, 1, 4, 1]
-    got = trained.sequence_logprobs(tokens)
-    np.testing.assert_allclose(got, logprobs(trained.model, tokens, 1), atol=1e-5)
-    assert got.dtype == np.float32
-    assert got.shape == (4,)
+    sequences = [[5, 3, 1, 4, 1], [7, 2], [1, 1, 1, 9, 3, 8, 8]]
+    for got, tokens in zip(trained.sequence_logprobs(sequences), sequences, strict=True):
+        np.testing.assert_allclose(got, logprobs(trained.model, tokens, 1), atol=1e-5)
+        assert got.dtype == np.float32
+        assert got.shape == (len(tokens) - 1,)
 
 
 def test_a_model_with_dropout_scores_the_same_twice_while_training():

@@ -216,6 +216,39 @@ def test_sent_weights_have_the_written_weights_checksum(tmp_path, model_path, dt
     assert (sent.version, written.version) == (3, 3)
 
 
+def test_a_peer_that_does_not_come_holds_up_neither_training_nor_the_next_group(
+    tmp_path, model_path
+):
+    async def run():
+        (rank,) = await start(grpo_config(tmp_path, model_path))
+        ports = [await rank.free_port() for _ in range(2)]
+        three = WeightGroupSpec("127.0.0.1", ports[0], 3, 1, 1, "gloo", 60.0)
+        two = WeightGroupSpec("127.0.0.1", ports[1], 2, 1, 2, "gloo", 60.0)
+
+        def peer(spec, number):
+            return asyncio.create_task(asyncio.to_thread(make_group, spec, number, False))
+
+        first = asyncio.create_task(rank.open_weight_group(three))
+        peers = [peer(three, 1)]  # the other engine has died on its way
+        await rank.train_step(by_value(rows(4)), 1)
+        await rank.close_weight_group()
+        peers.append(peer(two, 1))
+        second = asyncio.create_task(rank.open_weight_group(two))
+        done, _ = await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
+        assert done == {second}
+        assert second.exception() is None
+        peers.append(peer(three, 2))  # it comes after all: its group is not wanted any more
+        with pytest.raises(RuntimeError, match="generation 1 came too late"):
+            await first
+        assert rank._now.weights.generation == 2
+        for group in await asyncio.gather(*peers):
+            group.close()
+        await rank.close_weight_group()
+        await close((rank,))
+
+    asyncio.run(asyncio.wait_for(run(), 120))
+
+
 def test_probes_and_facts(tmp_path, model_path):
     async def run():
         (rank,) = await start(grpo_config(tmp_path, model_path))

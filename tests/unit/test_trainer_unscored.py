@@ -177,3 +177,21 @@ def test_an_adaptive_coefficient_moves_by_the_rows_of_the_step_for_any_epochs():
         assert metrics["actor/updates"] == epochs * mini_batches
         # far above the target: the error is at its bound of 0.2
         assert engine.spec.kl_loss.coef == pytest.approx(0.1 * (1 + 0.2 * 12 / 100))
+
+
+@pytest.mark.parametrize(
+    ("version", "gap", "rings"), [(3, 0.3, True), (2, 0.3, False), (3, 1e-3, False)]
+)
+def test_fault_21_a_gap_at_equal_weights_is_said_with_its_size(version, gap, rings, caplog):
+    metrics = {
+        "sample/model_version/min": float(version),
+        "correction/gap": gap,
+        "correction/ratio_p01": 0.5,
+        "correction/ratio_p99": 1.0,
+    }
+    alarms = Alarms()
+    with caplog.at_level(logging.WARNING):
+        alarms.look(4, metrics)
+        alarms.look(5, metrics)
+    assert ("differ by 0.3 nats per token (ratio 0.5 to 1" in caplog.text) == rings
+    assert len(caplog.records) == rings

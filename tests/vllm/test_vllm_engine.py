@@ -5,14 +5,17 @@ its own and every test leaves it usable. Versions only grow.
 """
 
 import asyncio
+import copy
 import itertools
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from models_support import (
     PROMPT,
+    SHARED,
     engine_spec,
     free_port,
     hf_logprobs,
@@ -21,14 +24,19 @@ from models_support import (
     send_by_file,
     send_by_group,
 )
+from trainer_support import batch_of, engine
 
+from trinity_dask.experience import EID, Experience
+from trinity_dask.manager.weight_shelf import Published, WeightShelf
 from trinity_dask.models.engine_actor import EngineActor, build_engine
 from trinity_dask.models.protocol import (
     SamplingParams,
     TensorMeta,
     WeightGroupSpec,
+    WeightReceipt,
     WeightUpdate,
 )
+from trinity_dask.models.shared_weights import set_free
 from trinity_dask.models.torch_engine import load_model
 from trinity_dask.models.weight_transfer import (
     make_group,
@@ -92,6 +100,42 @@ def test_fault_20_logprobs_are_those_of_hf_at_the_sampling_temperature(served, t
         scores = served.run(served.actor.logprobs(tokens, temperature))
         assert len(scores) == len(tokens) - 1
         np.testing.assert_allclose(scores[len(PROMPT) - 1 :], completion.logprobs, atol=1e-3)
+
+
+def trained_on(served, temperature=1.0, **sampling):
+    """Metrics of a train step, with the engine's weights, on what it has sampled."""
+    experiences = []
+    for k in range(3):
+        group = served.generate([*PROMPT, k], n=8, temperature=temperature, **sampling)
+        for run, completion in enumerate(group):
+            experiences.append(
+                Experience(
+                    tokens=np.concatenate([[*PROMPT, k], completion.token_ids]),
+                    prompt_length=len(PROMPT) + 1,
+                    eid=EID(batch=1, task=k, run=run),
+                    reward=0.0,
+                    logprobs=completion.logprobs,
+                    versions=completion.versions,
+                    advantages=np.ones(len(completion.token_ids), np.float32),
+                )
+            )
+    model = copy.deepcopy(served.model).requires_grad_(True)
+    return engine(model=model, temperature=temperature).train_step(batch_of(experiences), 1)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_fault_20_the_trainer_s_ratio_to_vllm_is_one_at_lag_0(served, temperature):
+    metrics = trained_on(served, temperature, max_tokens=30)
+    assert metrics["correction/gap_max"] < 1e-3
+    for name in ("ratio_p01", "ratio_p50", "ratio_p99", "ratio_mean"):
+        assert metrics[f"correction/{name}"] == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("narrow", [{"top_p": 0.8}, {"top_k": 20}])
+def test_fault_21_a_narrowed_sampler_shows_as_a_gap(served, narrow):
+    metrics = trained_on(served, max_tokens=30, **narrow)
+    assert metrics["correction/gap"] > 0.05
+    assert metrics["correction/ratio_mean"] < 0.97
 
 
 def test_logprobs_of_concurrent_prompts_keep_their_temperatures(served):
@@ -180,6 +224,27 @@ def test_fault_17_the_same_path_twice_gives_the_second_file(served, tmp_path):
         served.assert_in_sync(served.generate()[0])
 
 
+def test_no_file_in_shared_memory_changes_under_the_engine(served, tmp_path):
+    """Versions take turns in a few files. Every other one is not used before the next comes,
+    and at the end the file in use is given away by mistake."""
+    shelf = WeightShelf(tmp_path / "shelf", in_memory=True)
+    for seed in (51, 52, 53, 54):
+        served.model = randomised(load_model(served.path, "float32", "cpu"), seed=seed)
+        version = next(versions)
+        path = shelf.path(version)
+        served.run(send_by_file(served.actor, served.model, version, Path(path), "memory"))
+        shelf.put(Published(version, path, WeightReceipt(version, 0, 0, 0.0)))
+        shelf.sweep({version})
+        if seed % 2 == 0:
+            served.assert_in_sync(served.generate()[0])
+    other = randomised(load_model(served.path, "float32", "cpu"), seed=55)
+    served.run(send_by_file(served.actor, served.model, version, Path(path), "memory"))
+    set_free(path)
+    for _ in range(2):
+        SHARED.write(shelf.path(version + 1), named_weights(other))
+    served.assert_in_sync(served.generate()[0])
+
+
 def test_running_requests_continue_under_the_new_version(served, tmp_path):
     """An update in the middle of an answer: each token carries the version that sampled it."""
 
@@ -200,6 +265,39 @@ def test_running_requests_continue_under_the_new_version(served, tmp_path):
         assert set(completion.versions) <= {old, version}
         assert (np.diff(completion.versions) >= 0).all()
     served.assert_in_sync(served.generate()[0])
+
+
+@pytest.mark.parametrize("policy", ["keep", "wait", "abort"])
+def test_fault_16_no_policy_lets_a_running_request_use_cached_keys(served, tmp_path, policy):
+    """Each token has the log-prob that its version's weights give it, prefix cache on."""
+    long_prompt = (PROMPT * 5)[:32]
+    served.generate(long_prompt)  # so that its keys are in the cache
+    served.actor._in_flight.policy = policy
+    old, counted = served.actor.model_version, served.actor._in_flight.aborted
+
+    async def update_while_sampling():
+        params = SamplingParams(n=4, max_tokens=30)
+        task = asyncio.create_task(served.actor.generate(long_prompt, params, f"p{policy}"))
+        while not (await served.actor.stats())["running"]:
+            await asyncio.sleep(0.001)
+        new = randomised(load_model(served.path, "float32", "cpu"), seed=22)
+        await send_by_file(served.actor, new, version, tmp_path / "w.safetensors", "memory")
+        return new, await task
+
+    before, version = served.model, next(versions)
+    served.model, completions = served.run(update_while_sampling())
+    served.actor._in_flight.policy = "keep"
+    assert served.actor._in_flight.aborted - counted == (policy == "abort")
+    allowed = {"keep": {old, version}, "wait": {old}, "abort": {version}}[policy]
+    for completion in completions:
+        assert set(completion.versions) <= allowed
+        by_version = [
+            hf_logprobs(model, long_prompt, completion.token_ids, 1.0)
+            for model in (before, served.model)
+        ]
+        expected = np.where(completion.versions == old, *by_version)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-3)
+    served.assert_in_sync(served.generate(long_prompt)[0], long_prompt)
 
 
 async def broken_update(served, meta):

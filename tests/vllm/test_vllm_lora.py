@@ -9,20 +9,14 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 import torch
-from models_support import PROMPT, engine_spec, free_port, hf_logprobs, save_model
+from models_support import PROMPT, engine_spec, hf_logprobs, save_model, send_named
 
 from trinity_dask.config.schema import LoraConfig
 from trinity_dask.models.engine_actor import EngineActor
 from trinity_dask.models.lora import adapter_off, adapter_parameters, add_adapter
-from trinity_dask.models.protocol import SamplingParams, WeightGroupSpec, WeightUpdate
+from trinity_dask.models.protocol import SamplingParams
 from trinity_dask.models.torch_engine import load_model
-from trinity_dask.models.weight_transfer import (
-    checksum,
-    make_group,
-    send,
-    tensor_meta,
-    write_safetensors,
-)
+from trinity_dask.models.weight_transfer import checksum
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -30,6 +24,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 START_S, CALL_S = 600.0, 240.0
 LORA = asdict(LoraConfig(rank=4, alpha=8.0))
 names = itertools.count()
+versions = itertools.count(1)
 
 
 class Served:
@@ -76,36 +71,17 @@ def served(tmp_path_factory):
     served.loop.close()
 
 
-def test_fault_15_every_request_uses_the_adapter_and_its_newest_version(served, tmp_path):
+@pytest.mark.parametrize("method", ["memory", "checkpoint", "nccl"])
+def test_fault_15_every_request_uses_the_adapter_and_its_newest_version(served, tmp_path, method):
     """The same prompt before and after each update: neither base, nor old cache, nor old file."""
-    for version in (1, 2):
+    for _ in range(2):
+        version = next(versions)
         named = served.stir(version)
-        file = str(tmp_path / "adapter.safetensors")  # overwritten in place
-        sent = write_safetensors(file, named)
-        receipt = served.run(
-            served.actor.update_weights(WeightUpdate(version, "memory", path=file))
-        )
-        assert receipt.checksum == sent.value == checksum(named)
+        path = tmp_path / "adapter.safetensors"  # overwritten in place
+        receipt = served.run(send_named(served.actor, named, version, path, method))
+        assert receipt.checksum == checksum(named)
+        assert receipt.n_bytes == sum(4 * tensor.numel() for _, tensor in named)
         served.assert_serves_the_adapter(version)
-
-
-def test_the_adapter_comes_over_the_group(served):
-    named = served.stir(3)
-    spec = WeightGroupSpec("127.0.0.1", free_port(), 2, 1, 1, "gloo", 60.0)
-
-    async def transfer():
-        join = asyncio.to_thread(make_group, spec, 0, True)
-        group, _ = await asyncio.gather(join, served.actor.init_weight_group(spec))
-        meta = tensor_meta(named)
-        update = WeightUpdate(3, "nccl", meta, 1, None, 4096)
-        sending = asyncio.to_thread(send, group, named, meta, 4096)
-        digest, receipt = await asyncio.gather(sending, served.actor.update_weights(update))
-        group.close()
-        return digest, receipt
-
-    digest, receipt = served.run(transfer())
-    assert receipt.checksum == digest.value == checksum(named)
-    served.assert_serves_the_adapter(3)
 
 
 def test_a_request_answered_without_the_adapter_is_an_error(served, monkeypatch):

@@ -18,9 +18,12 @@ SAMPLE_STRATEGY.register_module("warmup")(f"{_MODULE}:DefaultSampleStrategy")
 SAMPLE_STRATEGY.register_module("staleness_control")(f"{_MODULE}:StalenessControlSampleStrategy")
 SAMPLE_STRATEGY.register_module("mix")(f"{_MODULE}:MixSampleStrategy")
 
+OVER_LIMIT = ("drop", "mask")
+
 # arguments where the user gives none
 SAMPLE_STRATEGY_ARGS: dict[str, dict[str, object]] = {
-    "staleness_control": {"max_staleness": None},  # model versions; None: any age
+    # model versions; None: any age. over_limit: drop (the whole group) | mask (those tokens)
+    "staleness_control": {"max_staleness": None, "over_limit": "drop"},
     "mix": {"expert_data_ratio": 0.5, "sft_dataset_name": "sft_dataset"},
 }
 
@@ -36,6 +39,8 @@ def check_strategy(name: str, args: Mapping[str, Any]) -> None:
     check_args(f"sample_strategy {name!r}", factory, args, hidden=("cfg", "buffer"))
     if "max_staleness" in args:
         check_staleness(args["max_staleness"])
+    if "over_limit" in args:
+        check_over_limit(args["over_limit"])
     if "expert_data_ratio" in args:
         check_expert_ratio(args["expert_data_ratio"])
 
@@ -46,6 +51,12 @@ def check_staleness(max_staleness: Optional[float]) -> None:
         raise ValueError(
             f"max_staleness must be >= 0 train steps (got {max_staleness}), or null for no limit"
         )
+
+
+def check_over_limit(over_limit: str) -> None:
+    """Raise ValueError unless it is ``drop`` or ``mask``."""
+    if over_limit not in OVER_LIMIT:
+        raise ValueError(f"over_limit must be one of {', '.join(OVER_LIMIT)} (got {over_limit!r})")
 
 
 def check_expert_ratio(ratio: float) -> None:

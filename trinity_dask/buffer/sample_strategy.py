@@ -24,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Optional, Protocol
 
 import numpy as np
@@ -33,6 +33,7 @@ from trinity_dask.algorithm.registry import build
 from trinity_dask.algorithm.sample_strategies import (
     SAMPLE_STRATEGY,
     check_expert_ratio,
+    check_over_limit,
     check_staleness,
 )
 from trinity_dask.algorithm.table import resolve_algorithm
@@ -51,6 +52,7 @@ class Sample:
     ``rows`` counts both, ``expert_rows`` those of the payload (bytes of
     :mod:`trinity_dask.experience.payload`). ``rows`` is 0 for a batch whose rows were all
     filtered. ``metrics`` are of the leased rows (``sample/...``, ``time/read_experience``).
+    Tokens of versions below ``min_version`` are not to be trained on.
     """
 
     lease: Optional[BufferLease]
@@ -58,6 +60,7 @@ class Sample:
     rows: int
     expert_rows: int
     metrics: dict[str, float]
+    min_version: int = 0
 
     @property
     def refs(self) -> tuple[RowRef, ...]:
@@ -168,7 +171,8 @@ class DefaultSampleStrategy:
 class StalenessControlSampleStrategy(DefaultSampleStrategy):
     """Leaves out what is too old: versions below max(step − max_staleness − 1, 0).
 
-    A group goes as a whole when one of its tokens is too old, and counts as dropped.
+    With ``over_limit`` ``drop`` a group goes as a whole when one of its tokens is too old, and
+    counts as dropped. With ``mask`` it stays, and no loss sees those tokens.
     """
 
     def __init__(
@@ -176,15 +180,27 @@ class StalenessControlSampleStrategy(DefaultSampleStrategy):
         cfg: Config,
         buffer: ExperienceBuffer,
         max_staleness: Optional[float] = None,
+        over_limit: str = "drop",
         whole_groups: Optional[bool] = None,
     ) -> None:
         check_staleness(max_staleness)
+        check_over_limit(over_limit)
         super().__init__(cfg, buffer, whole_groups)
         self.max_staleness = max_staleness
+        self._masks = over_limit == "mask"
 
     def _min_version(self, step: int) -> int:
+        return 0 if self._masks else self._oldest(step)
+
+    def _oldest(self, step: int) -> int:
         limit = math.inf if self.max_staleness is None else self.max_staleness
         return math.ceil(max(step - limit - 1, 0))
+
+    async def sample(self, step: int, timeout_s: float) -> Optional[Sample]:
+        sample = await super().sample(step, timeout_s)
+        if sample is None or not self._masks:
+            return sample
+        return replace(sample, min_version=self._oldest(step))
 
 
 class MixSampleStrategy(DefaultSampleStrategy):

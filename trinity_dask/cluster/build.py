@@ -19,6 +19,7 @@ from trinity_dask.cluster import claims, plugins
 from trinity_dask.cluster.errors import ClusterError
 from trinity_dask.cluster.local import LocalGroups
 from trinity_dask.cluster.placement import scheduler_of
+from trinity_dask.cluster.slots import ROLLOUT, RUNNER
 from trinity_dask.cluster.specs import needed_workers
 from trinity_dask.config.schema import Config
 
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 20.0
 POLL_S = 0.1
+ELASTIC = (ROLLOUT, RUNNER)
 
 
 class RunCluster:
@@ -56,6 +58,27 @@ class RunCluster:
         self._local, self._owns_client = local, owns_client
         self._closed = False
         atexit.register(self.close)
+
+    def scale(self, group: str, n_workers: int) -> None:
+        """Have ``n_workers`` workers of an elastic group (rollout or runner) from now on.
+
+        Engines of new workers join a live run and are given the current weights before their
+        first token; those of workers that leave are missed by nobody.
+
+        Raises:
+            ClusterError: the group is not elastic, or the workers are not ours to start.
+        """
+        if group not in ELASTIC:
+            raise ClusterError(f"group {group!r} is not elastic; {' and '.join(ELASTIC)} are")
+        if n_workers < 1:
+            raise ClusterError(f"a run needs a {group} worker (asked for {n_workers})")
+        if self._local is None:
+            raise ClusterError(
+                f"the workers at {self.scheduler_address} were started by others: start more with "
+                f"`trinity-dask worker {self.scheduler_address} --group {group} --index N`, or "
+                "end some of them"
+            )
+        self._local.scale(group, n_workers)
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """End what was started. Bounded by about ``timeout_s``; safe to call twice."""

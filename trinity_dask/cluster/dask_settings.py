@@ -37,6 +37,9 @@ SETTINGS: dict[str, Any] = {
     # Nannies restart their workers. Were this short, a worker that takes longer than that
     # to start again would be given up together with its nanny.
     "distributed.deploy.lost-worker-timeout": "1 hour",
+    # of every connection Dask keeps so many messages for debugging, with the task specs in them:
+    # with its own 1000 some 25 000 sub-tasks stay in memory for each worker
+    "distributed.admin.low-level-log-length": 50,
     "distributed.admin.tick.limit": "10s",
     "distributed.admin.system-monitor.gil.enabled": False,
 }

@@ -91,6 +91,31 @@ class LocalGroups:
         ]
         return {o["name"]: {"cls": GroupNanny, "options": o} for o in options}
 
+    def scale(self, group: str, n_workers: int) -> None:
+        """Have workers 0 to ``n_workers`` - 1 of ``group``; the last ones go first.
+
+        Raises:
+            ClusterError: a new worker did not start in time.
+        """
+        timeout = self._cfg.cluster.start_timeout_s
+        try:
+            sync(self._runner.loop, self._scale, group, n_workers, callback_timeout=timeout)
+        except (TimeoutError, OSError, RuntimeError) as error:
+            raise ClusterError(f"{group} was not scaled to {n_workers}: {error!r}") from error
+
+    async def _scale(self, group: str, n_workers: int) -> None:
+        assert self._cluster is not None
+        spec = self._cluster.worker_spec
+        indices = {int(name.rpartition("-")[2]) for name in spec if name.startswith(f"{group}-")}
+        leaving = [f"{group}-{index}" for index in sorted(indices) if index >= n_workers]
+        nannies = [self._cluster.workers.pop(name) for name in leaving if spec.pop(name)]
+        # not by Dask's own way, which first tries to move what they hold: actors cannot move
+        await asyncio.gather(*(nanny.close() for nanny in nannies))
+        for index in set(range(n_workers)) - indices:
+            options = worker_options(self._cfg, group, index, self._scratch)
+            spec[options["name"]] = {"cls": GroupNanny, "options": options}
+        await self._cluster._correct_state()
+
     def close(self, timeout_s: float) -> None:
         """End all processes: politely within ``timeout_s``, then by force."""
         before = self._worker_processes()

@@ -137,6 +137,7 @@ RANGES: dict[tuple[type, str], Range] = {
     (s.TrainerConfig, "min_mini_batch_rows"): COUNT,
     (s.TrainerConfig, "micro_batch_tokens"): COUNT,
     (s.TrainerConfig, "logits_mb"): FROM_ZERO,
+    (s.TrainerConfig, "peak_tflops"): POSITIVE,
     (s.TrainerConfig, "step_timeout_s"): POSITIVE,
     (s.TrainerConfig, "max_empty_batches"): COUNT,
     (s.TrainerConfig, "max_rank_restarts"): FROM_ZERO,
@@ -150,6 +151,7 @@ RANGES: dict[tuple[type, str], Range] = {
     (s.SynchronizerConfig, "max_staleness"): FROM_ZERO,
     (s.SynchronizerConfig, "sync_timeout_s"): POSITIVE,
     (s.SynchronizerConfig, "peer_timeout_s"): FROM_ZERO,
+    (s.SynchronizerConfig, "in_flight_timeout_s"): POSITIVE,
     (s.SynchronizerConfig, "bucket_mb"): Range(low=1, high=2047),
     (s.SynchronizerConfig, "probe_interval"): FROM_ZERO,
     (s.SynchronizerConfig, "probe_tolerance"): POSITIVE,
@@ -206,6 +208,7 @@ CHOICES: dict[tuple[type, str], tuple[str, ...]] = {
         "explorer_driven",
         "fully_async",
     ),
+    (s.SynchronizerConfig, "in_flight"): ("keep", "wait", "abort"),
     (s.MonitorConfig, "progress"): ("auto", "live", "plain", "off"),
     (s.Config, "mode"): MODES,
 }

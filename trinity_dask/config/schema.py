@@ -198,6 +198,9 @@ class RolloutModelConfig:
     prepare_timeout_s: float = 600.0
     request_timeout_s: float = 300.0
     enable_history: bool = False  # a run's model keeps all it sampled, for multi-turn workflows
+    # each request is sampled from a seed of its own (made from seed, batch, task and run), and by
+    # the torch engine alone in its batch: a run's answers depend on no timing, but come slowly
+    deterministic: bool = False
     extra_engine_args: dict[str, Any] = field(default_factory=dict)
     # fake engine only: seconds per request, drawn log-normally when sigma > 0
     fake_latency_s: float = 0.0
@@ -273,6 +276,8 @@ class TrainerConfig:
     mini_batches: int = 1  # optimizer updates per epoch of one train step
     min_mini_batch_rows: int = 1  # fewer mini-batches rather than smaller ones
     micro_batch_tokens: int = 65_536  # padded tokens of one forward pass
+    # answers to one prompt share the prompt's forward and backward pass, where the model allows
+    share_prompts: bool = True
     gradient_checkpointing: bool = False
     # weights and optimizer state wait in CPU memory between train steps (GPU only)
     offload: bool = False
@@ -282,6 +287,12 @@ class TrainerConfig:
     # auto: kernels of liger-kernel where it is installed and the device is a GPU; off: torch's
     fused_kernels: str = "auto"
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    # metrics variance_proxy/*: how much of the gradient is noise, for one more pass over all
+    # logits per step
+    variance_proxies: bool = False
+    # TFLOP/s that one rank's device can do at most, for perf/mfu/actor; None = that of common
+    # GPUs with model.dtype=bfloat16, else unknown
+    peak_tflops: Optional[float] = None
     step_timeout_s: float = 1800.0
     max_empty_batches: int = 20  # consecutive batches without a row before the run stops
     max_rank_restarts: int = 3
@@ -314,7 +325,14 @@ class SynchronizerConfig:
     # mode explore or train: how long to wait for the other side to join under this run's name;
     # 0 = alone. None = sync_timeout_s with cluster.type=address, else 0
     peer_timeout_s: Optional[float] = None
-    bucket_mb: int = 64
+    # method checkpoint: directory or fsspec URL (s3://...) for the weights; None = <job>/weights
+    path: Optional[str] = None
+    storage_options: dict[str, Any] = field(default_factory=dict)  # passed to fsspec
+    bucket_mb: int = 8  # weights travel in pieces of this size (nccl)
+    # what an update does to requests that are being sampled: keep (they go on with the new
+    # weights) | wait (it waits until they have ended) | abort (they are sampled again)
+    in_flight: str = "keep"
+    in_flight_timeout_s: float = 60.0  # wait: for how long; then those that are left are aborted
     probe_interval: int = 1  # compare fixed log-probs every k-th sync; 0 = never
     probe_tolerance: float = 1e-3
 

@@ -31,6 +31,8 @@ RESPONSE_FIELDS: dict[str, type] = {
 
 def as_array(value: Any, dtype: type) -> np.ndarray:
     """A 1-d contiguous numpy array of ``value`` (list, numpy array or torch tensor)."""
+    if type(value) is np.ndarray and value.dtype == dtype and value.ndim == 1:
+        return value if value.flags.c_contiguous else value.copy()
     if hasattr(value, "detach"):
         value = value.detach().cpu().numpy()
     array: np.ndarray = np.ascontiguousarray(np.asarray(value, dtype=dtype))

@@ -10,7 +10,7 @@ values as plain numbers and lists.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise, repeat
 from typing import Any
 
@@ -61,13 +61,37 @@ def _plain(value: Any) -> Any:
 _encode_json = json.JSONEncoder(default=_plain, separators=(",", ":")).encode
 
 
+_SCALARS = frozenset((str, int, float, bool, type(None)))
+
+
+def _flat(value: Any, deeper: bool = True) -> bool:
+    """A dict of scalars and of dicts of scalars: its ``repr`` tells it from every other."""
+    if type(value) is not dict:
+        return False
+    for inner in value.values():
+        if type(inner) not in _SCALARS and not (deeper and _flat(inner, False)):
+            return False
+    return True
+
+
+def _copied(flat: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.copy() if type(v) is dict else v for k, v in flat.items()}
+
+
 def _json_column(experiences: Sequence[Experience], name: str) -> pa.Array:
-    values = []
+    values: list[str | None] = []
+    known: dict[str, str] = {}  # the rows of a group mostly say the same
     for exp in experiences:
         value = getattr(exp, name)
         try:
-            # most rows have no info at all; skip the encoder for them
-            values.append("{}" if value == {} else None if value is None else _encode_json(value))
+            if _flat(value):
+                key = repr(value)
+                text = known.get(key)
+                if text is None:
+                    text = known[key] = _encode_json(value)
+                values.append(text)
+            else:
+                values.append(None if value is None else _encode_json(value))
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"experience {exp.eid}: {name} holds {error}, which JSON cannot; "
@@ -172,12 +196,21 @@ def _eids(table: pa.Table) -> list[EID]:
     return list(map(EID, _ids(table, "batch"), _ids(table, "task"), *parts))
 
 
-def _json_rows(array: pa.Array, new_empty: Callable[[], Any]) -> list[Any]:
-    loads = json.loads
-    return [
-        new_empty() if text == "{}" else None if text is None else loads(text)
-        for text in array.to_pylist()
-    ]
+def _json_rows(array: pa.Array) -> list[Any]:
+    """Every row's own object; texts that repeat are parsed once where a copy is enough."""
+    known: dict[str, Any] = {}
+    rows = []
+    for text in array.to_pylist():
+        value = known.get(text)
+        if value is None and text is not None:
+            value = json.loads(text)
+            if _flat(value):
+                known[text] = value
+                value = _copied(value)
+        elif value is not None:
+            value = _copied(value)
+        rows.append(value)
+    return rows
 
 
 def conform(table: pa.Table) -> pa.Table:
@@ -199,6 +232,8 @@ def conform(table: pa.Table) -> pa.Table:
 
 def check_schema(table: pa.Table) -> None:
     """Raise ``ValueError`` unless ``table`` has the columns and types of :data:`SCHEMA`."""
+    if table.schema.equals(SCHEMA):
+        return
     present = set(table.column_names)
     missing = [name for name in SCHEMA.names if name not in present]
     if missing:
@@ -238,7 +273,7 @@ def from_table(table: pa.Table) -> list[Experience]:
     for name in LIST_FIELDS:
         columns[name] = _rows_of_lists(column(table, name))
     for name in (*JSON_FIELDS, *OPTIONAL_JSON_FIELDS):
-        columns[name] = _json_rows(column(table, name), dict)
+        columns[name] = _json_rows(column(table, name))
     return _build(columns, table.num_rows)
 
 

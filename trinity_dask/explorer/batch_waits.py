@@ -1,4 +1,4 @@
-"""Waiting for batches.
+"""Waiting for batches, and for places to run them.
 
 Invariant: a waiter is woken when anything of the scheduler moved, and ends at its deadline,
 or with the scheduler's failure.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Optional
 
 from trinity_dask.explorer.scheduler_state import SchedulerState
@@ -36,18 +37,22 @@ class BatchWaits:
     ) -> bool:
         """Until complete, ``min_num`` tasks are there, or the deadline; whether complete."""
 
-        def moved() -> bool:
-            done = self.complete(batch_id) or self.enough(batch_id, min_num)
-            return done or self.failure is not None
+        def done() -> bool:
+            return self.complete(batch_id) or self.enough(batch_id, min_num)
 
+        await self.until(done, deadline)
+        return self.complete(batch_id)
+
+    async def until(self, reached: Callable[[], bool], deadline: Optional[float]) -> bool:
+        """Until ``reached()``, looked at when something moved, or the deadline; its last value."""
         left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
         try:
             async with asyncio.timeout(left), self._moved:
-                await self._moved.wait_for(moved)
+                await self._moved.wait_for(lambda: reached() or self.failure is not None)
         except TimeoutError:
             pass  # the caller looks at what there is
         self.require_working()
-        return self.complete(batch_id)
+        return reached()
 
     def require_working(self) -> None:
         if self.failure is not None:

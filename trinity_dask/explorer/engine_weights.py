@@ -58,7 +58,7 @@ class EngineWeights:
         path = checkpoint_weights(checkpoint)
         self._loaded = WeightUpdate(version=step, method="checkpoint", path=str(path))
         self.pool.on_reborn = self._reload
-        await self.pool.wait_all_present(self.timeout_s)
+        await self.pool.wait_present(self.timeout_s)
         slots = self.pool.slots()
         receipts = await asyncio.gather(*(self._update(slot) for slot in slots))
         sums = {slot: receipt.checksum for slot, receipt in zip(slots, receipts, strict=True)}
@@ -71,7 +71,9 @@ class EngineWeights:
         return await rpc(handle, "update_weights", self._loaded, timeout=self.timeout_s)
 
     async def _reload(self, slot: str) -> None:
-        if self._loaded is not None:
+        loaded = None
+        while loaded is not self._loaded:  # a load of all engines leaves this one out
+            loaded = self._loaded
             await self._update(slot)
 
     # groups ---------------------------------------------------------------------------

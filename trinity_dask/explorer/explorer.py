@@ -103,7 +103,7 @@ class Explorer(WeightCalls):
         self._evals = Evaluations(self._reader, self._coordinator, self._monitor, verb)
         await self._continue()
         if self._synchronizer is not None:
-            self.model_version = await self._synchronizer.register_explorer(self.name)
+            self.model_version = await self._synchronizer.register_explorer(self.name, self.step)
 
     async def _continue(self) -> None:
         mine = await self._committed()

@@ -183,6 +183,7 @@ class Hands:
         for lane in self._state.places[slot].lanes:
             self._runners.add(self._runner(lane, slot, group))
         self.apply(instructions)
+        self._spawn(self._waits.notify())
 
     def _place_lost(self, slot: str) -> None:
         log.warning("worker of %s was lost; its sub-tasks run again", slot)

@@ -16,10 +16,10 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Optional
-from weakref import WeakKeyDictionary
 
 from distributed import Client, Future
 
+from trinity_dask.cluster.announcements import listen
 from trinity_dask.cluster.context import current_worker
 from trinity_dask.cluster.placement import scheduler_of
 from trinity_dask.cluster.slots import PREFIX, ROLLOUT, RUNNER, slot_resource
@@ -28,35 +28,8 @@ from trinity_dask.models.engine_actor import ready_engine
 
 log = logging.getLogger("trinity_dask.scheduler")
 
-TOPIC = "all"  # where the Dask scheduler announces workers that come and go
 SLOTS_OF = {ROLLOUT: "engine-", RUNNER: "runner-"}
 CLAIM_DELAY_S = 1.0  # a worker of a cluster that was there before gets its slot after it joined
-
-Listener = Callable[[dict[str, Any]], None]
-_listeners: WeakKeyDictionary[Client, set[Listener]] = WeakKeyDictionary()
-
-
-def listen(client: Client, listener: Listener) -> Callable[[], None]:
-    """Have every event of the topic; returns what ends it. Dask keeps one handler a client."""
-    known = _listeners.get(client)
-    if known is None:
-        listeners = known = _listeners[client] = set()
-
-        def forward(event: tuple[float, Any]) -> None:
-            for each in list(listeners):
-                if isinstance(event[1], dict):
-                    each(event[1])
-
-        client.subscribe_topic(TOPIC, forward)
-    known.add(listener)
-
-    def end() -> None:
-        known.discard(listener)
-        if not known and _listeners.pop(client, None) is not None:
-            # or the scheduler announces the client's own departure to it
-            client.unsubscribe_topic(TOPIC)
-
-    return end
 
 
 async def report_ready(

@@ -124,6 +124,11 @@ class Places:
         """Lanes in use."""
         return sum(len(place.running) for place in self)
 
+    @property
+    def lanes_up(self) -> int:
+        """Sub-tasks that the places which are up can hold."""
+        return sum(place.capacity for place in self if place.up)
+
     def room(self, limit: Optional[int]) -> int:
         """Further sub-tasks that can start, at most ``limit`` running at a time."""
         free = sum(place.free for place in self)

@@ -48,7 +48,8 @@ class Processing:
             BatchFailed: no prompt of the batch fitted.
             RuntimeError: rows were lost in the pipeline.
         """
-        tables = [decode(payload)[0] for payload in payloads]
+        # in the order of their tasks, whichever ended first: mini-batches depend on it
+        tables = sorted((decode(payload)[0] for payload in payloads), key=_first_run)
         statistics = row_statistics(pa.concat_tables(tables)) if tables else {}
         table, metrics, filtered = self._pipeline.process(tables)
         produced = sum(t.num_rows for t in tables)
@@ -69,6 +70,13 @@ class Processing:
                 f"{self.cfg.model.max_prompt_tokens}, so nothing was sampled; raise it (and "
                 "model.max_model_len), or shorten the prompts or the workflow's system prompt"
             )
+
+
+def _first_run(table: pa.Table) -> tuple[int, str, int]:
+    if table.num_rows == 0:
+        return 0, "", 0
+    task = table["task"][0].as_py()
+    return len(task), task, table["run"][0].as_py()  # task 2 before task 10
 
 
 def count_groups(table: pa.Table) -> int:

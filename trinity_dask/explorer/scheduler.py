@@ -80,6 +80,21 @@ class Scheduler:
         self.watch = WorkerWatch(client, interval_s, self.runners.learn)
         self.watch.start()
 
+    async def wait_for_lanes(self, n: int, timeout: float) -> None:
+        """Until workers with ``n`` lanes in all are up.
+
+        They come up one after another, and the first ones take whatever is scheduled before
+        the others are there.
+
+        Raises:
+            TimeoutError: not within ``timeout`` seconds; says which workers are up.
+        """
+        places = self.state.places
+        deadline = time.monotonic() + timeout
+        if not await self._waits.until(lambda: places.lanes_up >= n, deadline):
+            up = ", ".join(f"{p.name}: {p.capacity}" for p in places if p.up) or "none"
+            raise TimeoutError(f"not {n} lanes after {timeout:g} s; workers that are up: {up}")
+
     async def stop(self) -> None:
         """Cancel and forget everything. The scheduler can be started again."""
         hands, self._hands = self._hands, None

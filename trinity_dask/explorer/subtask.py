@@ -54,6 +54,7 @@ class RunnerSettings:
     enable_history: bool = False
     # of one call to an engine elsewhere: its own limit, and the time it may take to load
     call_timeout_s: float = 930.0
+    request_seed: Optional[int] = None  # deterministic: what the seeds of requests are made from
     engine_slots: Optional[tuple[str, ...]] = None  # where other explorers have engines too
 
     @classmethod
@@ -65,6 +66,7 @@ class RunnerSettings:
             tuple(cfg.plugin_dirs),
             engine.enable_history,
             engine.request_timeout_s + engine.prepare_timeout_s + REMOTE_GRACE_S,
+            engine.seed if engine.deterministic else None,
             own_engine_slots(cfg.cluster),
         )
 
@@ -228,6 +230,7 @@ async def _build(engine: Any, settings: RunnerSettings) -> WorkflowRunner:
             settings.model,
             rollout_args or {},
             enable_history=settings.enable_history,
+            request_seed=settings.request_seed,
         )
 
     add_report("runners", local_runner_states)

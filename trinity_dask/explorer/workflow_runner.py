@@ -174,7 +174,7 @@ class WorkflowRunner:
         """All runs by one call of one instance."""
         started = time.monotonic()
         runs = Runs()
-        workflow = self._take(cls, attempt)
+        workflow = self._take(cls, attempt, attempt.base)
         workflow.set_repeat_times(attempt.n, attempt.base)
         try:
             found = await self._call(workflow, attempt)
@@ -234,7 +234,7 @@ class WorkflowRunner:
         return await self._single(cls, attempt, run), time.monotonic() - started
 
     async def _single(self, cls: type[Workflow], attempt: Attempt, run: int) -> list[Experience]:
-        workflow = self._take(cls, attempt)
+        workflow = self._take(cls, attempt, run)
         found = await self._call(workflow, attempt)
         self._give_back(workflow)
         for experience in found:
@@ -255,11 +255,12 @@ class WorkflowRunner:
         return checked(value, attempt.task)
 
     # instances ------------------------------------------------------------------------
-    def _take(self, cls: type[Workflow], attempt: Attempt) -> Workflow:
+    def _take(self, cls: type[Workflow], attempt: Attempt, run: int) -> Workflow:
         """An idle instance, reset to the task, or a new one; its history and state are empty."""
         with no_exit():  # the constructor and reset are user code too
             workflow = self._reused(cls, attempt.task) or self._new(cls, attempt.task)
         attempt.lane.add_model(workflow.model)
+        workflow.model.begin_run(f"{attempt.task.batch_id}/{attempt.task.task_id}/{run}")
         return workflow
 
     def _reused(self, cls: type[Workflow], task: Task) -> Optional[Workflow]:

@@ -16,6 +16,7 @@ from trinity_dask.config.schema import Config
 from trinity_dask.launcher.job_lock import JobLock, claims_of
 from trinity_dask.launcher.peers import describe
 from trinity_dask.launcher.status import FINAL_STATES, StatusBoard
+from trinity_dask.launcher.warm_up import WarmUp
 from trinity_dask.manager.state_manager import StateManager
 from trinity_dask.monitor.curves import write_curves
 from trinity_dask.workflows.loading import load_callable
@@ -92,7 +93,10 @@ class Launcher:
     async def _run_stages(self) -> None:
         first = self._first_stage()
         if first < len(self.stages):
-            await self._check_inputs()
+            async with WarmUp(self.stages[first:]) as warm_up:
+                await self._check_inputs()
+                await asyncio.to_thread(_stage_runners)
+                await warm_up.wait()
         for index in range(first, len(self.stages)):
             if self._stop_reason:
                 break

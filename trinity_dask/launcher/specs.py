@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Optional
 
-from trinity_dask.cluster.slots import engine_slot
+from trinity_dask.cluster.slots import engine_slot, own_engine_slots
 from trinity_dask.config.schema import Config
 from trinity_dask.models.checks import check_model_dir
 from trinity_dask.models.protocol import EngineSpec
@@ -15,20 +15,29 @@ from trinity_dask.trainer.checkpoint import latest_hf_export
 
 def engine_specs(cfg: Config) -> list[EngineSpec]:
     """One engine per rollout worker; in a shared cluster, on the slots that are this run's."""
-    engine = cfg.explorer.rollout_model
     first = cfg.cluster.rollout.first_index or 0
-    device = "cuda" if cfg.cluster.rollout.gpus_per_worker else "cpu"
-    return [
-        EngineSpec(
-            slot=engine_slot(first + i),
-            engine_type=engine.engine_type,
-            model_path=cfg.model.model_path,
-            config=asdict(engine),
-            model=asdict(cfg.model),
-            device=device,
-        )
-        for i in range(cfg.cluster.rollout.n_workers)
-    ]
+    return [engine_spec(cfg, engine_slot(first + i)) for i in range(cfg.cluster.rollout.n_workers)]
+
+
+def engine_spec(cfg: Config, slot: str) -> EngineSpec:
+    """The engine of this run on ``slot``."""
+    engine = cfg.explorer.rollout_model
+    return EngineSpec(
+        slot=slot,
+        engine_type=engine.engine_type,
+        model_path=cfg.model.model_path,
+        config=asdict(engine),
+        model=asdict(cfg.model),
+        device="cuda" if cfg.cluster.rollout.gpus_per_worker else "cpu",
+        in_flight=cfg.synchronizer.in_flight,
+        in_flight_timeout_s=cfg.synchronizer.in_flight_timeout_s,
+    )
+
+
+def joining_spec(cfg: Config, slot: str) -> Optional[EngineSpec]:
+    """The engine for a worker that joins a live run; None: its slot is another run's."""
+    own = own_engine_slots(cfg.cluster)
+    return engine_spec(cfg, slot) if own is None or slot in own else None
 
 
 def stage_model_path(cfg: Config, previous: Optional[Config]) -> str:

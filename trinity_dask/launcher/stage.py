@@ -13,6 +13,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import AsyncExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
@@ -23,7 +24,12 @@ from trinity_dask.explorer.engine_weights import EngineWeights
 from trinity_dask.explorer.explorer import Explorer
 from trinity_dask.explorer.rollout_coordinator import RolloutCoordinator
 from trinity_dask.launcher.reporter import Reporter
-from trinity_dask.launcher.specs import config_file, engine_specs, stage_model_path
+from trinity_dask.launcher.specs import (
+    config_file,
+    engine_specs,
+    joining_spec,
+    stage_model_path,
+)
 from trinity_dask.launcher.status import StatusBoard
 from trinity_dask.manager.accounts import lineage_accounts, require_balanced
 from trinity_dask.manager.engine_pool import EnginePool
@@ -132,7 +138,12 @@ class StageRunner:
 
     def _make_engines(self, stack: AsyncExitStack) -> EnginePool:
         engine = self.cfg.explorer.rollout_model
-        self.pool = EnginePool(engine_specs(self.cfg), self.run_id, engine.prepare_timeout_s)
+        self.pool = EnginePool(
+            engine_specs(self.cfg),
+            self.run_id,
+            engine.prepare_timeout_s,
+            spec_of=partial(joining_spec, self.cfg),
+        )
         stack.push_async_callback(bounded, self.pool.close, "engines")
         return self.pool
 

@@ -1,15 +1,18 @@
-"""The engines of a stage: created on their slots, prepared, watched, re-created.
+"""The engines of a stage: created on their slots, watched, re-created; they may join and leave.
 
-Invariant: an engine counts as ready only after it was prepared *and* holds the weights the
-others hold; an engine lost with its worker is re-created at the same slot label, a bounded
-number of times, and anything beyond ends the run with the slot's name.
+Invariant: an engine takes part in transfers and serves only after it was prepared *and* holds
+the weights that the others hold. One that is lost with its worker is left out at once and
+re-created at the same slot label, a bounded number of times; if its worker does not come
+back, the run goes on with the other engines, and ends with the slot's name if there is none.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,20 +23,19 @@ from trinity_dask.cluster.actors import (
     recreate_actor,
     release_actor,
 )
+from trinity_dask.cluster.context import worker_client
 from trinity_dask.cluster.rpc import ActorHandle, ActorLost, rpc
-from trinity_dask.manager.weight_group import Member
+from trinity_dask.manager.engine_arrivals import Arrivals
+from trinity_dask.manager.errors import EngineFailed, EngineGone, WeightMismatch
+from trinity_dask.manager.weight_group import Member, engine_ranks
 from trinity_dask.models.engine_actor import EngineActor
 from trinity_dask.models.protocol import EngineSpec
 
 log = logging.getLogger("trinity_dask.engines")
 
-CREATE_TIMEOUT_S = 120.0
+CREATE_TIMEOUT_S = 120.0  # also how long a lost worker has to come back
 CLOSE_TIMEOUT_S = 20.0
 LOOK_TIMEOUT_S = 30.0
-
-
-class EngineFailed(RuntimeError):
-    """An engine could not be started, or died more often than allowed."""
 
 
 @dataclass
@@ -41,15 +43,22 @@ class _Engine:
     spec: EngineSpec
     ref: ActorRef
     incarnation: int = 0
+    holds: bool = False  # the weights that the others hold, so it takes part in transfers
     ready: bool = False
     restarts: int = 0
+
+    @property
+    def slot(self) -> str:
+        return self.spec.slot
 
 
 class EnginePool:
     """All engines of one stage; lives on the control worker's event loop.
 
-    ``on_reborn(slot)`` is awaited between an engine's re-creation and its return to
-    service: it has to bring the current weights.
+    ``on_reborn(slot)`` is awaited before an engine that was born again, or has joined, takes
+    part: it has to bring the current weights. ``spec_of(slot)`` says what an engine is on a
+    slot that was not there at the start (None: it is not for this run); without it nobody
+    joins. A lost worker has ``rejoin_timeout_s`` to come back.
     """
 
     def __init__(
@@ -58,17 +67,26 @@ class EnginePool:
         run_id: str,
         prepare_timeout_s: float,
         max_restarts: int = 3,
+        spec_of: Callable[[str], EngineSpec | None] | None = None,
+        rejoin_timeout_s: float = CREATE_TIMEOUT_S,
     ) -> None:
         self.specs = specs
         self.run_id = run_id
         self.prepare_timeout_s = prepare_timeout_s
         self.max_restarts = max_restarts
+        self.rejoin_timeout_s = rejoin_timeout_s
         self.on_reborn: Callable[[str], Awaitable[None]] | None = None
         self.facts: dict[str, dict[str, Any]] = {}
+        self.restarts = 0
+        self._spec_of = spec_of
         self._engines: dict[str, _Engine] = {}
+        self._arrivals: Arrivals | None = None
+        self._foreign: set[str] = set()  # slots that were there and were not asked for
+        self._joins = itertools.count(1)
+        self._refused: Counter[str] = Counter()  # slot -> joins in a row that failed
         self._changed = asyncio.Condition()
-        self._rebuilds: set[asyncio.Task[None]] = set()
-        self._rebuilding: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._busy: set[str] = set()  # slots that are being rebuilt or are joining
         self._failure: BaseException | None = None
         self._closing = False
 
@@ -76,29 +94,35 @@ class EnginePool:
     async def start(self) -> None:
         """Create and prepare every engine, all at once. Raises what the first failure raised."""
         await asyncio.gather(*(self._start_one(spec) for spec in self.specs))
+        if self._spec_of is not None:
+            self._arrivals = Arrivals(await worker_client(), self._present)
+            self._foreign = set(await self._arrivals.present()) - set(self._engines)
+            self._arrivals.start()
 
     async def _start_one(self, spec: EngineSpec) -> None:
-        ref = await create_actor(
-            EngineActor,
-            spec,
-            slot=spec.slot,
-            key=f"{self.run_id}-{spec.slot}",
-            timeout=CREATE_TIMEOUT_S,
-        )
-        engine = _Engine(spec, ref)
-        self._engines[spec.slot] = engine
+        engine = await self._create(spec, f"{self.run_id}-{spec.slot}")
         self._watch(engine)
         await self._prepare(engine)
+        engine.holds = True  # the start model, like all others
+
+    async def _create(self, spec: EngineSpec, key: str) -> _Engine:
+        ref = await create_actor(
+            EngineActor, spec, slot=spec.slot, key=key, timeout=CREATE_TIMEOUT_S
+        )
+        engine = self._engines[spec.slot] = _Engine(spec, ref)
+        return engine
 
     async def _prepare(self, engine: _Engine) -> None:
         facts = await rpc(engine.ref.handle, "prepare", timeout=self.prepare_timeout_s)
-        self.facts[engine.spec.slot] = facts
-        log.info("engine %s ready to load weights: %s", engine.spec.slot, facts)
+        self.facts[engine.slot] = facts
+        log.info("engine %s ready to load weights: %s", engine.slot, facts)
 
     async def close(self) -> None:
         """Close every engine (bounded) and release the actors."""
         self._closing = True
-        for task in self._rebuilds:
+        if self._arrivals is not None:
+            await self._arrivals.stop()
+        for task in self._tasks:
             task.cancel()
         await asyncio.gather(*(self._close_one(e) for e in self._engines.values()))
         self._engines.clear()
@@ -107,7 +131,7 @@ class EnginePool:
         try:
             await rpc(engine.ref.handle, "close", timeout=CLOSE_TIMEOUT_S)
         except Exception as error:
-            log.warning("engine %s did not close cleanly: %s", engine.spec.slot, error)
+            log.warning("engine %s did not close cleanly: %s", engine.slot, error)
         await release_actor(engine.ref)
 
     # membership -----------------------------------------------------------------------
@@ -115,25 +139,23 @@ class EnginePool:
         return self._engines[slot].ref.handle
 
     def slots(self) -> list[str]:
-        return [spec.slot for spec in self.specs if spec.slot in self._engines]
+        """The engines that take part in transfers."""
+        holding = [slot for slot, engine in self._engines.items() if engine.holds]
+        return sorted(holding, key=lambda slot: (len(slot), slot))
 
     def members(self, slots: list[str] | None = None) -> tuple[Member, ...]:
-        """The group members of ``slots`` (default: every engine that can be reached)."""
+        """The group members of ``slots`` (default: every engine that takes part)."""
         chosen = self.slots() if slots is None else slots
         return tuple(self._member(self._engines[slot]) for slot in chosen)
 
     @staticmethod
     def _member(engine: _Engine) -> Member:
-        ranks = int(engine.spec.config.get("tensor_parallel_size", 1))
-        return Member(engine.spec.slot, f"{engine.incarnation}@{engine.ref.handle.address}", ranks)
+        ranks = engine_ranks(engine.spec.config)
+        return Member(engine.slot, f"{engine.ref.handle.key}/{engine.incarnation}", ranks)
 
     @property
     def n_ready(self) -> int:
         return sum(engine.ready for engine in self._engines.values())
-
-    @property
-    def restarts(self) -> int:
-        return sum(engine.restarts for engine in self._engines.values())
 
     @property
     def failure(self) -> BaseException | None:
@@ -146,29 +168,25 @@ class EnginePool:
             self._engines[slot].ready = True
         await self._notify()
 
-    async def wait_all_present(self, timeout_s: float) -> None:
-        """Until no engine is being rebuilt.
+    async def wait_present(self, timeout_s: float) -> None:
+        """Until an engine is there to take weights. Nobody waits for one that is away: it gets
+        the weights of its moment when it is back.
 
         Raises:
-            EngineFailed: an engine cannot be brought back.
+            EngineFailed: there is none any more.
             TimeoutError: not within ``timeout_s``.
         """
-
-        def settled() -> bool:
-            return self._failure is not None or not self._rebuilds
-
         async with self._changed:
             try:
-                await asyncio.wait_for(self._changed.wait_for(settled), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    await self._changed.wait_for(lambda: self._failure or self.slots())
             except TimeoutError:
+                away = ", ".join(sorted(self._engines))
                 raise TimeoutError(
-                    f"engines were not back within {timeout_s:.0f} s: {self._missing()}"
+                    f"no engine was back within {timeout_s:.0f} s ({away})"
                 ) from None
         if self._failure is not None:
             raise self._failure
-
-    def _missing(self) -> list[str]:
-        return [slot for slot, engine in self._engines.items() if not engine.ready]
 
     async def wait_failed(self) -> None:
         """Wait until an engine is beyond repair, then raise why. Never returns otherwise."""
@@ -177,10 +195,10 @@ class EnginePool:
         assert self._failure is not None
         raise self._failure
 
-    # supervision ----------------------------------------------------------------------
+    # losses ---------------------------------------------------------------------------
     async def look_for_lost(self) -> None:
         """Ask every engine whether it is there, instead of waiting for the scheduler's word."""
-        await asyncio.gather(*(self._look(engine) for engine in self._engines.values()))
+        await asyncio.gather(*(self._look(e) for e in self._engines.values() if e.holds))
 
     async def _look(self, engine: _Engine) -> None:
         try:
@@ -192,47 +210,116 @@ class EnginePool:
         on_lost(engine.ref, lambda *_: self._lost(engine))
 
     def _lost(self, engine: _Engine) -> None:
-        slot = engine.spec.slot
-        if self._closing or slot in self._rebuilding:
+        if self._closing or engine.slot in self._busy:
             return
-        self._rebuilding.add(slot)
-        engine.ready = False
-        log.warning("engine %s was lost with its worker; re-creating it", engine.spec.slot)
-        task = asyncio.get_running_loop().create_task(self._rebuild(engine))
-        self._rebuilds.add(task)
+        engine.holds = engine.ready = False
+        log.warning("engine %s was lost with its worker; re-creating it", engine.slot)
+        self._work_on(engine.slot, self._rebuild(engine))
+
+    def _work_on(self, slot: str, work: Coroutine[Any, Any, None]) -> None:
+        """One thing at a time happens to a slot."""
+        self._busy.add(slot)
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+
+        task.add_done_callback(lambda task: self._worked_on(slot, task))
+
+    def _worked_on(self, slot: str, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._busy.discard(slot)
+        engine = self._engines.get(slot)
+        if engine is not None and engine.holds:
+            self._watch(engine)  # only now: a loss is nobody's business while it is busy
+        elif not self._closing and self._arrivals is not None:
+            self._arrivals.look()  # its worker may have come in the meantime
 
     async def _rebuild(self, engine: _Engine) -> None:
         try:
-            await self._rebuild_until_it_serves(engine)
+            while not await self._rebuilt(engine):
+                pass  # one that dies while it starts counts as the next loss
+        except EngineGone as gone:
+            await self._leaves(engine, gone)
         except Exception as error:
-            self._failure = EngineFailed(f"engine {engine.spec.slot} is lost: {error}")
-            self._failure.__cause__ = error
-        finally:
-            self._rebuilding.discard(engine.spec.slot)
-            self._rebuilds.discard(asyncio.current_task())
-            await self._notify()
+            self._fail(engine.slot, error)
+        await self._notify()
 
-    async def _rebuild_until_it_serves(self, engine: _Engine) -> None:
-        """One that dies while it starts counts as the next loss."""
-        while True:
-            try:
-                await self._rebuild_once(engine)
-                return
-            except ActorLost as error:
-                log.warning("engine %s was lost while it started: %s", engine.spec.slot, error)
-
-    async def _rebuild_once(self, engine: _Engine) -> None:
+    async def _rebuilt(self, engine: _Engine) -> bool:
         if engine.restarts >= self.max_restarts:
-            raise EngineFailed(f"it was re-created {engine.restarts} times already")
+            raise EngineGone(f"it was re-created {engine.restarts} times already")
+        engine.holds = engine.ready = False
         engine.restarts += 1
-        engine.ref = await recreate_actor(engine.ref, timeout=CREATE_TIMEOUT_S)
-        engine.incarnation += 1
-        self._watch(engine)
-        await self._prepare(engine)
+        self.restarts += 1
+        try:
+            engine.ref = await recreate_actor(engine.ref, timeout=self.rejoin_timeout_s)
+            engine.incarnation += 1
+            await self._prepare(engine)
+            await self._take_in(engine)
+        except ActorLost as error:
+            log.warning("engine %s was lost while it started: %s", engine.slot, error)
+            return False
+        except TimeoutError as error:
+            raise EngineGone(str(error)) from error
+        log.info("engine %s serves again", engine.slot)
+        return True
+
+    async def _take_in(self, engine: _Engine) -> None:
+        """Bring the current weights, then let it serve."""
         if self.on_reborn is not None:
-            await self.on_reborn(engine.spec.slot)
-        await self.mark_ready([engine.spec.slot])
-        log.info("engine %s serves again", engine.spec.slot)
+            await self.on_reborn(engine.slot)
+        engine.holds = True  # nothing is awaited between the weights and this
+        await self.mark_ready([engine.slot])
+
+    async def _leaves(self, engine: _Engine, gone: EngineGone) -> None:
+        """Go on without it, if anyone is left."""
+        if len(self._engines) == 1:
+            self._fail(engine.slot, gone)
+            return
+        if engine.restarts >= self.max_restarts:
+            self._foreign.add(engine.slot)  # or it would join at once, and die again
+        await self._forget(engine)
+        others = ", ".join(sorted(self._engines))
+        log.warning("engine %s has left (%s); going on with %s", engine.slot, gone, others)
+
+    async def _forget(self, engine: _Engine) -> None:
+        self._engines.pop(engine.slot, None)
+        await release_actor(engine.ref)
+
+    def _fail(self, slot: str, error: Exception) -> None:
+        self._failure = EngineFailed(f"engine {slot} is lost: {error}")
+        self._failure.__cause__ = error
+
+    # arrivals -------------------------------------------------------------------------
+    def _present(self, slot: str) -> None:
+        """A worker with ``slot`` is there; if that is news, its engine joins."""
+        known = slot in self._engines or slot in self._busy or slot in self._foreign
+        if self._closing or known or self._refused[slot] > self.max_restarts:
+            return
+        spec = self._spec_of(slot) if self._spec_of is not None else None
+        if spec is None:
+            self._foreign.add(slot)
+            return
+        # unique: a key that was released a moment ago may still be on its way out
+        self._work_on(slot, self._join(spec, f"{self.run_id}-{slot}-{next(self._joins)}"))
+
+    async def _join(self, spec: EngineSpec, key: str) -> None:
+        """Start an engine and take it in. One that cannot join is no harm to the others."""
+        log.info("engine %s joins", spec.slot)
+        engine = None
+        try:
+            engine = await self._create(spec, key)
+            await self._prepare(engine)
+            await self._take_in(engine)
+        except WeightMismatch as error:
+            self._fail(spec.slot, error)
+        except Exception as error:
+            self._refused[spec.slot] += 1
+            log.warning("engine %s could not join: %s", spec.slot, error)
+            if engine is not None:
+                await self._forget(engine)
+        else:
+            del self._refused[spec.slot]
+            log.info("engine %s has joined and serves", spec.slot)
+        await self._notify()
 
     async def _notify(self) -> None:
         async with self._changed:

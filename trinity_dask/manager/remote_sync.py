@@ -13,8 +13,9 @@ from typing import Any, Optional
 from trinity_dask.cluster.rpc import ActorHandle, rpc
 from trinity_dask.config.schema import SynchronizerConfig
 from trinity_dask.manager.engine_pool import EnginePool
+from trinity_dask.manager.errors import WeightMismatch
 from trinity_dask.manager.weight_shelf import Published
-from trinity_dask.manager.weight_transport import WeightMismatch, WeightTransport
+from trinity_dask.manager.weight_transport import WeightTransport
 
 log = logging.getLogger("trinity_dask.synchronizer")
 
@@ -47,9 +48,9 @@ class RemoteSynchronizer:
         return await rpc(self.handle, method, *args, timeout=timeout)
 
     # the calls of an explorer ---------------------------------------------------------
-    async def register_explorer(self, name: str) -> int:
+    async def register_explorer(self, name: str, submitted: int = 0) -> int:
         """Join, load the newest version if there is one, and let rollouts in."""
-        await self._call("register_explorer", self.name)
+        await self._call("register_explorer", self.name, submitted)
         published = await self._call("first_weights", self.name, waits=True)
         version = await self._load(published, 0) if published else 0
         await self._pool.mark_ready(self._pool.slots())
@@ -88,7 +89,7 @@ class RemoteSynchronizer:
 
     async def _load_with_retry(self, published: Published) -> None:
         for attempt in range(1, LOAD_ATTEMPTS + 1):
-            await self._pool.wait_all_present(self.cfg.sync_timeout_s)
+            await self._pool.wait_present(self.cfg.sync_timeout_s)
             try:
                 async with self._lock:
                     self.metrics = await self._transport.load(published, self._pool.slots())
@@ -103,6 +104,6 @@ class RemoteSynchronizer:
 
     async def _bring_current_weights(self, slot: str) -> None:
         """The version that the others serve; its file stays while it is served."""
-        if self._current is not None:
-            async with self._lock:
+        async with self._lock:
+            if self._current is not None:
                 await self._transport.load(self._current, [slot])

@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 from typing import Optional
 
-from trinity_dask.manager.sync_calls import SyncCalls
+from trinity_dask.manager.sync_group import SyncGroup
 from trinity_dask.manager.weight_shelf import Published
 
 log = logging.getLogger("trinity_dask.synchronizer")
 
 
-class SyncBoundary(SyncCalls):
+class SyncBoundary(SyncGroup):
     """The waits of explorers, and what is lent to those of other processes."""
 
     async def _await_offer(self, name: str, step: int, final: bool) -> Optional[int]:

@@ -1,4 +1,4 @@
-"""The synchronizer's calls that go by Trinity-RFT's names: statuses, versions, hand-shake.
+"""The synchronizer's calls that go by Trinity-RFT's names: modules, statuses, versions.
 
 Invariant: each of them is a view of, or an event for, the one
 :class:`~trinity_dask.manager.sync_state.SyncState`; none keeps a status of its own, and one
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, Optional
 
@@ -18,13 +18,13 @@ from trinity_dask.manager.hand_shake import HandShake
 from trinity_dask.manager.module_watch import ModuleWatch
 from trinity_dask.manager.sync_core import SyncCore
 from trinity_dask.manager.sync_state import REQUIRE_SYNC, RUNNING, STOPPED, RunningStatus
-from trinity_dask.models.protocol import TensorMeta
+from trinity_dask.models.protocol import WeightUpdate
 
 TRAINER = "trainer"
 
 
 class SyncCalls(SyncCore):
-    """Status, version and hand-shake calls. A status may be given as its string."""
+    """Status and version calls. A status may be given as its string."""
 
     def __init__(self, cfg: SynchronizerConfig, job_dir: Optional[str], run_id: str) -> None:
         super().__init__(cfg, job_dir, run_id)
@@ -178,9 +178,34 @@ class SyncCalls(SyncCore):
             return None, max(version, 0)
         if self.cfg.sync_method != "memory":
             return published.path, version
-        from trinity_dask.models.weight_files import read_safetensors
+        return await asyncio.to_thread(_tensors, published.path), version
 
-        return await asyncio.to_thread(lambda: dict(read_safetensors(published.path))), version
+    async def get_model_state_dict_iterator(self) -> AsyncIterator[tuple[str, Any]]:
+        """The tensors of :meth:`get_model_state_dict` one after the other, with their names;
+        none when there is no version."""
+        from trinity_dask.models.weight_files import read_safetensors
+        from trinity_dask.models.weight_urls import fetched
+
+        shelf = self._carrier.shelf
+        published = shelf.get(self.state.published)
+        if published is None:
+            return
+        options = shelf.storage_options
+        update = WeightUpdate(
+            published.version, "checkpoint", path=published.path, storage_options=options
+        )
+        with fetched(update) as here:
+            tensors = iter(read_safetensors(str(here.path)))
+            while (pair := await asyncio.to_thread(next, tensors, None)) is not None:
+                yield pair
+
+    async def get_latest_model_path(self, use_huggingface: bool = False) -> Optional[str]:
+        """The file of the newest published version, or, with ``use_huggingface``, the Hugging
+        Face export of its checkpoint; None when there is none."""
+        if use_huggingface:
+            return self._checkpoint_path(self.state.model_version)
+        published = self._carrier.shelf.get(self.state.published)
+        return None if published is None else published.path
 
     async def get_state_dict_meta(self) -> Optional[list[tuple[str, str, tuple[int, ...]]]]:
         """``(name, dtype, shape)`` of each tensor, or None while nobody has any."""
@@ -238,45 +263,11 @@ class SyncCalls(SyncCore):
         names = [n for n, e in self.state.explorers.items() if e.status is RUNNING]
         return name if name in names else next(iter(names), None)
 
-    # nccl -----------------------------------------------------------------------------
-    async def ready_to_nccl_sync(
-        self, module: str, trainer_step: Optional[int] = None
-    ) -> Optional[int]:
-        """``module`` (``trainer`` or ``explorer``) is ready for a broadcast; returns its
-        version to both when both are, None when the other has stopped or does not come.
 
-        Raises:
-            ValueError: there is more than one explorer.
-        """
-        met = self._hands.met
-        self._hands.arrive(module, trainer_step)
-        try:
-            await self._notify()
-            await self._wait(
-                lambda: self._hands.met > met or self._hands.peer_is_gone(module),
-                lambda: f"{module} is ready for a broadcast: the other side",
-            )
-        except TimeoutError:
-            self.timeouts += 1
-        finally:
-            self._hands.leave(module)
-        return self.state.trainer_version if self._hands.met > met else None
+def _tensors(path: str) -> dict[str, Any]:
+    """Copies: the file may hold another version later."""
+    from trinity_dask.models.shared_weights import looking_at
+    from trinity_dask.models.weight_files import read_safetensors
 
-    async def setup_weight_sync_group(
-        self,
-        master_address: str,
-        master_port: int,
-        state_dict_meta: Optional[list[tuple[str, str, tuple[int, ...]]]] = None,
-    ) -> None:
-        """Form the transfer group now, with trainer rank 0 serving its store there.
-
-        Raises:
-            RuntimeError: no explorer or no trainer rank is attached.
-        """
-        if state_dict_meta is not None:
-            self._carrier.trainer.set_meta(tuple(TensorMeta(*m) for m in state_dict_meta))
-        names = self._carrier.names
-        if not names:
-            raise RuntimeError("no explorer is attached; call attach_explorer first")
-        transport = self._carrier.transport(names[0])
-        await transport.form_group(transport.pool.slots(), master_address, master_port)
+    with looking_at(path):
+        return {name: tensor.clone() for name, tensor in read_safetensors(path)}

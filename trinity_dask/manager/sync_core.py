@@ -28,7 +28,9 @@ class SyncCore:
         self.timeouts = 0
         # awaited when every module has left; set for a synchronizer that outlives its creator
         self.on_abandoned: Optional[Callable[[], Awaitable[None]]] = None
-        shelf = WeightShelf.for_run(cfg.sync_method, job_dir or ".", run_id)
+        shelf = WeightShelf.for_run(
+            cfg.sync_method, job_dir or ".", run_id, cfg.path, cfg.storage_options
+        )
         self._carrier = WeightCarrier(cfg, self.state, shelf)
         self._waiting = Waiting(cfg.sync_timeout_s)
         self._rows_available: Callable[[], bool] = lambda: False

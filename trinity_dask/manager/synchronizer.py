@@ -6,7 +6,7 @@ after a transfer every engine's checksum equals the trainer's, or the run stops.
 
 The decisions are :class:`~trinity_dask.manager.sync_state.SyncState`; this module waits
 and moves bytes. The calls that go by Trinity-RFT's names are in
-:mod:`~trinity_dask.manager.sync_calls`.
+:mod:`~trinity_dask.manager.sync_calls` and :mod:`~trinity_dask.manager.sync_group`.
 """
 
 from __future__ import annotations
@@ -101,14 +101,17 @@ class Synchronizer(SyncBoundary):
     def set_trainer_rank0(self, handle: ActorHandle) -> None:
         self._carrier.trainer.rank0 = handle
 
-    async def register_explorer(self, name: str) -> int:
-        """``name`` takes part from now on; returns the version its engines serve (-1: the
-        start model). One that was lost or has stopped begins anew.
+    async def register_explorer(self, name: str, submitted: int = 0) -> int:
+        """``name``, which has begun ``submitted`` batches (before it was resumed), takes part
+        from now on; returns the version its engines serve (-1: the start model). One that was
+        lost or has stopped begins anew.
 
         Raises:
             ValueError: method nccl has its one explorer already.
         """
         self.state.explorer_joined(name)
+        explorer = self.state.explorers[name]
+        explorer.submitted = max(explorer.submitted, submitted)
         await self._notify()
         return self.state.explorers[name].version
 

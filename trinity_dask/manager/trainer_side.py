@@ -52,14 +52,21 @@ class TrainerSide:
 
     async def probe(self) -> Probe:
         """The trainer's log-probs of the fixed sequences, with the weights it has now."""
+        sequences = await self.sequences()
+        return Probe(sequences, await self.call("probe_logprobs", sequences))
+
+    async def sequences(self) -> list[list[int]]:
+        """Those that both sides score."""
         if self._sequences is None:
             self._sequences = probe_sequences(await self.call("vocab_size"))
-        return Probe(self._sequences, await self.call("probe_logprobs", self._sequences))
+        return self._sequences
 
     async def publish(self, shelf: WeightShelf, version: int, probe: bool) -> Published:
         """Write the current weights to the shelf as ``version``; the trainer stands still."""
-        path = str(shelf.path(version))
-        receipt: WeightReceipt = await self.call("write_weights", path, version)
+        path, options = shelf.path(version), shelf.storage_options
+        receipt: WeightReceipt = await self.call(
+            "write_weights", path, version, *([options] if options else [])
+        )
         published = Published(version, path, receipt, await self.probe() if probe else None)
         shelf.put(published)
         return published

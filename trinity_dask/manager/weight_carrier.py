@@ -18,11 +18,12 @@ from typing import Any, Optional
 from trinity_dask.cluster.rpc import ActorLost, rpc
 from trinity_dask.config.schema import SynchronizerConfig
 from trinity_dask.manager.engine_pool import LOOK_TIMEOUT_S, EnginePool
+from trinity_dask.manager.errors import WeightMismatch
 from trinity_dask.manager.sync_state import RunningStatus, SyncState
 from trinity_dask.manager.trainer_side import TrainerSide
 from trinity_dask.manager.weight_shelf import Published, WeightShelf
-from trinity_dask.manager.weight_transport import WeightMismatch, WeightTransport
-from trinity_dask.models.protocol import WeightReceipt
+from trinity_dask.manager.weight_transport import WeightTransport
+from trinity_dask.models.protocol import WeightReceipt, WeightUpdate
 
 log = logging.getLogger("trinity_dask.synchronizer")
 
@@ -76,7 +77,7 @@ class WeightCarrier:
         with self._standing_still(version):
             for attempt in range(1, TRANSFER_ATTEMPTS + 1):
                 # not under the lock: an engine that comes back takes it for its own weights
-                await self.pool(name).wait_all_present(self.cfg.sync_timeout_s)
+                await self.pool(name).wait_present(self.cfg.sync_timeout_s)
                 try:
                     await self._load_once(name, version)
                     return
@@ -153,12 +154,14 @@ class WeightCarrier:
 
     def _moved(self, metrics: dict[str, float], slots: list[str]) -> None:
         self.metrics = metrics
+        floor = metrics.get("sync/floor_share")
         log.info(
-            "version %d on %d engine(s): %.1f MB in %.3f s",
+            "version %d on %d engine(s): %.1f MB in %.3f s%s",
             metrics["sync/version"],
             len(slots),
             metrics["sync/bytes"] / 1e6,
             metrics["sync/seconds"],
+            "" if floor is None else f", {floor:.0%} of it on the bare way",
         )
 
     # losses ---------------------------------------------------------------------------
@@ -172,17 +175,17 @@ class WeightCarrier:
             await self.ensure_trainer()
 
     async def bring_current_weights(self, name: str, slot: str) -> None:
-        """A reborn engine gets the version the others serve before its first token.
+        """A reborn or new engine gets the version the others serve before its first token.
 
         From a file it is just that version. Over a group it is what the trainer has, which
         may be newer; the engine's label says which.
         """
-        if self.state.explorers[name].version < 0:
-            return
         for attempt in range(1, TRANSFER_ATTEMPTS + 1):
             try:
+                # what the others serve is looked at under the lock: a load may be under way
                 async with self._attached[name].lock:
-                    await self._bring(name, slot)
+                    if self.state.explorers[name].version >= 0:
+                        await self._bring(name, slot)
                 return
             except WeightMismatch:
                 raise
@@ -221,16 +224,20 @@ class WeightCarrier:
 def _on_shelf(shelf: WeightShelf, version: int, weights: Mapping[str, Any] | str) -> Published:
     """Write or read ``weights``, which gives their checksum."""
     from trinity_dask.models.checksum import Digest
-    from trinity_dask.models.weight_files import read_safetensors, write_safetensors
+    from trinity_dask.models.weight_files import read_safetensors
+    from trinity_dask.models.weight_urls import fetched, write_weights
 
+    options = shelf.storage_options
     start = time.perf_counter()
     if isinstance(weights, str):
-        path, digest = weights, Digest()
-        for _ in read_safetensors(path, digest):
-            pass  # read for its checksum only
+        path, digest = shelf.hold(version, weights), Digest()
+        update = WeightUpdate(version, "checkpoint", path=path, storage_options=options)
+        with fetched(update) as here:
+            for _ in read_safetensors(str(here.path), digest):
+                pass  # read for its checksum only
     else:
-        path = str(shelf.path(version))
-        digest = write_safetensors(path, weights.items())
+        path = shelf.path(version)
+        digest = write_weights(path, weights.items(), options)
     seconds = time.perf_counter() - start
     return Published(version, path, WeightReceipt(version, digest.value, digest.n_bytes, seconds))
 

@@ -7,7 +7,9 @@ order, each engine taking as many ranks as it has tensor-parallel workers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from trinity_dask.models.protocol import WeightGroupSpec
 
@@ -31,6 +33,8 @@ class WeightGroup:
     trainer: str | None = None
     members: tuple[Member, ...] = field(default_factory=tuple)
     formed: bool = False
+    floor_bytes: int = 0  # what the members broadcast, bare, when they have joined
+    bytes_per_s: float | None = None  # at which they did
 
     def is_current(self, trainer: str, members: tuple[Member, ...]) -> bool:
         return self.formed and self.trainer == trainer and self.members == members
@@ -55,8 +59,8 @@ class WeightGroup:
             offset += member.ranks
         return specs
 
-    def mark_formed(self) -> None:
-        self.formed = True
+    def mark_formed(self, bytes_per_s: float | None = None) -> None:
+        self.formed, self.bytes_per_s = True, bytes_per_s
 
     def mark_broken(self) -> None:
         self.formed = False
@@ -70,4 +74,15 @@ class WeightGroup:
             generation=self.generation,
             backend=self.backend,
             timeout_s=self.timeout_s,
+            floor_bytes=self.floor_bytes,
         )
+
+
+def engine_ranks(config: Mapping[str, Any]) -> int:
+    """Worker processes of an engine with this section ``explorer.rollout_model``: each is a
+    member of the group."""
+    extra = config.get("extra_engine_args") or {}
+    ranks = int(config.get("tensor_parallel_size", 1))
+    for name in ("pipeline_parallel_size", "data_parallel_size"):
+        ranks *= int(extra.get(name, 1))
+    return ranks

@@ -17,16 +17,14 @@ import numpy as np
 from trinity_dask.cluster.rpc import ActorHandle, rpc
 from trinity_dask.config.schema import SynchronizerConfig
 from trinity_dask.manager.engine_pool import EnginePool
+from trinity_dask.manager.errors import WeightMismatch
+from trinity_dask.manager.link_floor import SAMPLE_BYTES, FileFloor, share
 from trinity_dask.manager.trainer_side import TrainerSide
 from trinity_dask.manager.weight_group import WeightGroup
 from trinity_dask.manager.weight_shelf import Probe, Published, WeightShelf
 from trinity_dask.models.protocol import WeightReceipt, WeightUpdate
 
 log = logging.getLogger("trinity_dask.weights")
-
-
-class WeightMismatch(RuntimeError):
-    """An engine does not hold the trainer's weights. The run has to stop."""
 
 
 class WeightTransport:
@@ -39,8 +37,11 @@ class WeightTransport:
         self.pool = pool
         self.user = ""  # the explorer, once attached
         self.trainer = TrainerSide(cfg.sync_timeout_s)
-        self.shelf = WeightShelf.for_run(cfg.sync_method, job_dir, run_id)
+        self.shelf = WeightShelf.for_run(
+            cfg.sync_method, job_dir, run_id, cfg.path, cfg.storage_options
+        )
         self.group = WeightGroup(backend=backend, timeout_s=cfg.sync_timeout_s)
+        self._floor = FileFloor()
 
     # nccl -----------------------------------------------------------------------------
     async def send(
@@ -51,15 +52,16 @@ class WeightTransport:
         With ``relabel`` the trainer may be training: the engines, which serve nobody yet,
         are labelled with the step whose weights they got.
 
-        Returns metrics: ``sync/bytes``, ``sync/seconds``, ``sync/version`` and, when probed,
-        ``sync/probe_max_abs_diff`` (nats).
+        Returns metrics: ``sync/bytes``, ``sync/seconds``, ``sync/floor_share`` (of a bare
+        transfer, if that is known), ``sync/version``, ``sync/aborted_requests`` and, when
+        probed, ``sync/probe_max_abs_diff`` (nats).
 
         Raises:
             WeightMismatch: checksum, version or log-probs differ.
             ActorLost, TimeoutError, RuntimeError: a peer died or hung; may be retried.
         """
-        start = time.perf_counter()
         await self.form_group(slots)
+        start = time.perf_counter()
         update = WeightUpdate(
             version=version,
             method="nccl",
@@ -73,14 +75,15 @@ class WeightTransport:
         except BaseException:
             self.group.mark_broken()
             raise
-        metrics = _metrics(sent, start)
+        metrics = _metrics(sent, time.perf_counter() - start, self.group.bytes_per_s)
         found = dict(zip(slots, receipts, strict=True))
         check_receipts(version, sent, found)
+        metrics["sync/aborted_requests"] = _aborted(found)
         if relabel and sent.step is not None and sent.step > version:
             await self._label(sent.step, slots)
             metrics["sync/version"] = float(sent.step)
         able = _able_to_probe(found) if probe else []
-        return metrics | (await self._probed(await self.trainer.probe(), able) if able else {})
+        return metrics | (await self._probed(None, able) if able else {})
 
     async def form_group(
         self, slots: list[str], host: Optional[str] = None, port: Optional[int] = None
@@ -97,11 +100,13 @@ class WeightTransport:
         await self.teardown()
         port = port or await self.trainer.call("free_port")
         host = host or rank0.address.split("://")[-1].rsplit(":", 1)[0]
+        n_bytes = sum(meta.n_bytes for meta in await self.trainer.tensor_meta())
+        self.group.floor_bytes = min(n_bytes, SAMPLE_BYTES)
         specs = self.group.next_generation(identity, members, host, port)
         joins = [self.trainer.call("open_weight_group", specs["trainer"])]
         joins += [self._call(slot, "init_weight_group", specs[slot]) for slot in slots]
-        await _all_or_first_error(joins)
-        self.group.mark_formed()
+        speed, *_ = await _all_or_first_error(joins)
+        self.group.mark_formed(speed)
         log.info(
             "weight group generation %d: trainer rank 0 and %s (%s)",
             self.group.generation,
@@ -126,13 +131,20 @@ class WeightTransport:
     # memory and checkpoint ------------------------------------------------------------
     async def load(self, published: Published, slots: list[str]) -> dict[str, float]:
         """Have ``slots`` read a published version. Returns and raises as :meth:`send`."""
+        floor = await self._floor.bytes_per_s(self.shelf, published.receipt.n_bytes)
         start = time.perf_counter()
-        update = WeightUpdate(published.version, self.cfg.sync_method, path=published.path)
+        update = WeightUpdate(
+            published.version,
+            self.cfg.sync_method,
+            path=published.path,
+            storage_options=dict(self.cfg.storage_options),
+        )
         receipts = await _all_or_first_error(self._updates(slots, update))
-        metrics = _metrics(published.receipt, start)
-        metrics["sync/seconds"] += published.receipt.seconds
+        seconds = published.receipt.seconds + time.perf_counter() - start
+        metrics = _metrics(published.receipt, seconds, floor)
         found = dict(zip(slots, receipts, strict=True))
         check_receipts(published.version, published.receipt, found)
+        metrics["sync/aborted_requests"] = _aborted(found)
         probe, able = published.probe, _able_to_probe(found)
         return metrics | (await self._probed(probe, able) if probe is not None and able else {})
 
@@ -141,12 +153,19 @@ class WeightTransport:
         self.shelf.leave(self.user)
 
     # proof ----------------------------------------------------------------------------
-    async def _probed(self, wanted: Probe, slots: list[str]) -> dict[str, float]:
-        """Largest |log-prob difference| over the fixed sequences and engines, in nats."""
+    async def _probed(self, given: Optional[Probe], slots: list[str]) -> dict[str, float]:
+        """Largest |log-prob difference| over the fixed sequences and engines, in nats.
+
+        ``given``: the trainer's log-probs; None asks it, which stands still.
+        """
+        sequences = given.sequences if given else await self.trainer.sequences()
+        calls = [self._call(slot, "logprobs_of", sequences) for slot in slots]
+        if given is None:  # while the engines compute theirs
+            calls.append(self.trainer.probe())
+        found = await _all_or_first_error(calls)
+        wanted = found.pop() if given is None else given
         worst = 0.0
-        for slot in slots:
-            calls = (self._call(slot, "logprobs", ids) for ids in wanted.sequences)
-            got = await asyncio.gather(*calls)
+        for slot, got in zip(slots, found, strict=True):
             gaps = (np.abs(a - b).max() for a, b in zip(got, wanted.logprobs, strict=True))
             worst = max(worst, *(float(gap) for gap in gaps))
             if not worst <= self.cfg.probe_tolerance:
@@ -170,12 +189,20 @@ class WeightTransport:
         return await rpc(handle, method, *args, timeout=self.cfg.sync_timeout_s)
 
 
-def _metrics(sent: WeightReceipt, start: float) -> dict[str, float]:
+def _metrics(
+    sent: WeightReceipt, seconds: float, bare_bytes_per_s: Optional[float]
+) -> dict[str, float]:
     return {
         "sync/bytes": float(sent.n_bytes),
-        "sync/seconds": time.perf_counter() - start,
+        "sync/seconds": seconds,
         "sync/version": float(sent.version),
+        **share(sent.n_bytes, bare_bytes_per_s, seconds),
     }
+
+
+def _aborted(receipts: dict[str, WeightReceipt]) -> float:
+    """Requests that are sampled again because of this update (``synchronizer.in_flight``)."""
+    return float(sum(receipt.aborted for receipt in receipts.values()))
 
 
 def _able_to_probe(receipts: dict[str, WeightReceipt]) -> list[str]:

@@ -9,20 +9,25 @@ Each tensor is read as 64-bit words in blocks of 32 rows of 4096 words (the last
 shorter). A block gives its column sums and its row sums, each weighted by fixed odd numbers
 and added up: one word that moves changes a row sum or a column sum. Blocks combine as a
 polynomial; all arithmetic is modulo 2^64. A block fits into a core's cache, so on a CPU
-this runs at about the speed at which memory can be read.
+this runs at about the speed at which memory can be read. numpy and torch compute the same
+numbers; which of them does is a matter of speed.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 ROW_WORDS = 1 << 12
 BLOCK_ROWS = 1 << 5
@@ -46,6 +51,11 @@ class Digest:
         self._sum = (self._sum + _mix(_content(tensor) ^ _hash_label(label))) & _MASK_64
         self.n_bytes += tensor.numel() * tensor.element_size()
 
+    def join(self, other: Digest) -> None:
+        """Account what ``other`` did; the tensors of the two are different ones."""
+        self._sum = (self._sum + other._sum) & _MASK_64
+        self.n_bytes += other.n_bytes
+
     @property
     def value(self) -> int:
         """The checksum so far: an integer in ``[0, 2^63)``."""
@@ -60,6 +70,24 @@ def checksum(named: Iterable[tuple[str, torch.Tensor]]) -> int:
     return digest.value
 
 
+def in_threads(work: Callable[[T], Digest], items: Iterable[T]) -> Digest:
+    """The digests of all ``items`` joined; several threads share the work."""
+    total = Digest()
+    with ThreadPoolExecutor(N_THREADS, "weights") as pool:
+        for digest in pool.map(work, items):
+            total.join(digest)
+    return total
+
+
+def _cores() -> int:
+    """Those that this process may use."""
+    known = getattr(os, "sched_getaffinity", None)
+    return len(known(0)) if known else os.cpu_count() or 1
+
+
+N_THREADS = min(4, _cores())  # memory is no faster for more
+
+
 def _hash_label(label: str) -> int:
     return int.from_bytes(hashlib.blake2b(label.encode(), digest_size=8).digest(), "little")
 
@@ -71,16 +99,22 @@ def _mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
-@lru_cache(maxsize=4)
-def _weights(device: str) -> tuple[torch.Tensor, torch.Tensor]:
+@lru_cache(maxsize=1)
+def _factors() -> tuple[np.ndarray, np.ndarray]:
     """Odd factors of the columns, int64 ``[ROW_WORDS]``, and of the rows ``[BLOCK_ROWS]``."""
-    import torch
-
     words = np.random.Generator(np.random.PCG64(20240229)).integers(
         -(2**63), 2**63, size=ROW_WORDS + BLOCK_ROWS, dtype=np.int64
     )
-    factors = torch.from_numpy(words | 1).to(device)
-    return factors[:ROW_WORDS], factors[ROW_WORDS:]
+    words |= 1
+    return words[:ROW_WORDS], words[ROW_WORDS:]
+
+
+@lru_cache(maxsize=4)
+def _factors_on(device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    import torch
+
+    columns, rows = (torch.from_numpy(part).to(device) for part in _factors())
+    return columns, rows
 
 
 def _content(tensor: torch.Tensor) -> int:
@@ -96,27 +130,29 @@ def _content(tensor: torch.Tensor) -> int:
     return total
 
 
-def _as_words(data: torch.Tensor) -> torch.Tensor:
+def _as_words(data: torch.Tensor) -> Any:
+    """``data`` as int64: an array of numpy on a CPU, where its calls cost less."""
     import torch
 
     if data.storage_offset() % 8 or data.data_ptr() % 8:
         data = data.clone()  # a 64-bit view needs an aligned start
-    return data.view(torch.int64)
+    words = data.view(torch.int64)
+    return words.numpy() if words.device.type == "cpu" else words
 
 
-def _fold(words: torch.Tensor) -> int:
+def _fold(words: Any) -> int:
     """Polynomial over whole blocks, then over the rest's whole rows, then its last words."""
-    n_blocks = words.numel() // BLOCK_WORDS
+    n_blocks = len(words) // BLOCK_WORDS
     end = n_blocks * BLOCK_WORDS
-    total = _join(0, _block_values(words[:end].view(n_blocks, BLOCK_ROWS, ROW_WORDS)))
+    total = _join(0, _block_values(words[:end].reshape(n_blocks, BLOCK_ROWS, ROW_WORDS)))
     rest = words[end:]
-    n_rows = rest.numel() // ROW_WORDS
+    n_rows = len(rest) // ROW_WORDS
     if n_rows:
-        total = _join(total, _block_values(rest[: n_rows * ROW_WORDS].view(1, -1, ROW_WORDS)))
+        total = _join(total, _block_values(rest[: n_rows * ROW_WORDS].reshape(1, -1, ROW_WORDS)))
     last = rest[n_rows * ROW_WORDS :]
-    if last.numel():
-        columns, _ = _weights(str(words.device))
-        total = _join(total, [int((last * columns[: last.numel()]).sum())])
+    if len(last):
+        columns = _factors()[0] if isinstance(words, np.ndarray) else _factors_on(words.device)[0]
+        total = _join(total, [int((last * columns[: len(last)]).sum())])
     return total
 
 
@@ -126,17 +162,16 @@ def _join(total: int, values: list[int]) -> int:
     return total
 
 
-def _block_values(blocks: torch.Tensor) -> list[int]:
+def _block_values(blocks: Any) -> list[int]:
     """One number for each block of ``[blocks, rows, ROW_WORDS]``."""
-    import torch
-
-    n_blocks, n_rows, _ = blocks.shape
-    columns, rows = _weights(str(blocks.device))
-    column_sums = blocks.new_empty(n_blocks, ROW_WORDS)
-    row_sums = blocks.new_empty(n_blocks, n_rows)
-    for k in range(n_blocks):
+    n_rows = blocks.shape[1]
+    if isinstance(blocks, np.ndarray):
+        columns, rows = _factors()
         # one block at a time: the second sum finds it in the cache
-        torch.sum(blocks[k], dim=0, out=column_sums[k])
-        torch.sum(blocks[k], dim=1, out=row_sums[k])
-    values = (column_sums * columns).sum(dim=1) + (row_sums * rows[:n_rows]).sum(dim=1)
+        return [
+            int((block.sum(0) * columns).sum()) + int((block.sum(1) * rows[:n_rows]).sum())
+            for block in blocks
+        ]
+    by_column, by_row = _factors_on(blocks.device)
+    values = (blocks.sum(1) * by_column).sum(1) + (blocks.sum(2) * by_row[:n_rows]).sum(1)
     return values.tolist()

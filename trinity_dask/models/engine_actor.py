@@ -14,12 +14,14 @@ import logging
 import os
 import socket
 import threading
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from trinity_dask.cluster.context import current_worker
 from trinity_dask.models.errors import EngineDead
+from trinity_dask.models.in_flight import InFlight
 from trinity_dask.models.protocol import (
     Completion,
     EngineSpec,
@@ -139,6 +141,7 @@ class EngineActor:
         self._opened: asyncio.Event | None = None  # made on the loop that will use it
         self._facts: dict[str, Any] = {}
         self._request_timeout_s = float(spec.config.get("request_timeout_s", 300.0))
+        self._in_flight = InFlight(spec.in_flight, spec.in_flight_timeout_s)
         with _actors_lock:
             _actors[self.address] = self
             awaited = _awaited[:]
@@ -207,6 +210,13 @@ class EngineActor:
         gate = self._gate()
         if not gate.is_set():
             await self._wait_open(gate)
+        return await self._in_flight.sample(
+            lambda: self._generate(prompt_token_ids, sampling, request_id)
+        )
+
+    async def _generate(
+        self, prompt_token_ids: list[int], sampling: SamplingParams, request_id: str
+    ) -> list[Completion]:
         try:
             async with asyncio.timeout(self._request_timeout_s):
                 return await self._ready.generate(prompt_token_ids, sampling, request_id)
@@ -220,6 +230,13 @@ class EngineActor:
             ) from None
 
     async def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> np.ndarray:
+        return await self._in_flight.sample(lambda: self._logprobs(token_ids, temperature))
+
+    async def logprobs_of(self, sequences: list[list[int]]) -> list[np.ndarray]:
+        """:meth:`logprobs` of each, by one call."""
+        return list(await asyncio.gather(*(self.logprobs(ids) for ids in sequences)))
+
+    async def _logprobs(self, token_ids: list[int], temperature: float) -> np.ndarray:
         try:
             return await self._ready.logprobs(token_ids, temperature)
         except EngineDead as error:
@@ -233,8 +250,11 @@ class EngineActor:
         await self._ready.teardown_weight_group()
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
+        """Load a version; ``spec.in_flight`` says what becomes of the running requests."""
         try:
-            return await self._ready.update_weights(update)
+            async with self._in_flight.update() as aborted:
+                receipt = await self._ready.update_weights(update)
+                return replace(receipt, aborted=aborted())
         except EngineDead as error:
             _end_worker(error)
             raise
@@ -243,7 +263,7 @@ class EngineActor:
         await self._ready.label_weights(version)
 
     async def stats(self) -> dict[str, float]:
-        return await self._ready.stats()
+        return {**await self._ready.stats(), "aborted": float(self._in_flight.aborted)}
 
     @property
     def _ready(self) -> InferenceEngine:

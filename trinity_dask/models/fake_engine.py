@@ -1,7 +1,8 @@
 """An engine without a model: deterministic tokens after a drawn latency.
 
-Invariant: the answer depends on the prompt, the request's seed and the model version only,
-so a test can tell which weights, and which request, an answer came from.
+Invariant: the answer depends on the prompt, the request's seed and the model version at its
+start only, so a test can tell which weights, and which request, an answer came from. Its
+tokens come evenly over its latency, each with the version of its moment.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import hashlib
 import json
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,23 @@ EOS_ID = VOCAB_SIZE - 1
 LOGPROB = float(np.log(1 / VOCAB_SIZE))
 
 
+@dataclass(eq=False)
+class _Running:
+    """A request: its start, its latency, and the versions so far with their first moments."""
+
+    started: float
+    latency_s: float
+    versions: list[tuple[float, int]] = field(default_factory=list)
+
+    def stamped(self, length: int) -> np.ndarray:
+        """The version of each of ``length`` tokens, int32."""
+        found = np.full(length, self.versions[0][1], dtype=np.int32)
+        for moment, version in self.versions[1:]:
+            share = (moment - self.started) / max(self.latency_s, 1e-9)
+            found[int(min(share, 1.0) * length) :] = version
+        return found
+
+
 class FakeEngine:
     """Implements :class:`~trinity_dask.models.protocol.InferenceEngine` without weights.
 
@@ -51,7 +70,7 @@ class FakeEngine:
         self._rng = np.random.default_rng(int(spec.config.get("seed", 0)))
         self._eos_id = _vocab_size(spec.model_path) - 1
         self._group: Any = None
-        self._running = 0
+        self._running: set[_Running] = set()
         self._n_requests = 0
         self._n_tokens = 0
 
@@ -62,15 +81,16 @@ class FakeEngine:
         self, prompt_token_ids: list[int], sampling: SamplingParams, request_id: str
     ) -> list[Completion]:
         check_sampling(sampling)
-        version = self.model_version
         first_s = 0.0 if self._n_requests else self.first_latency_s
         self._n_requests += 1
-        self._running += 1
+        now, latency_s = time.monotonic(), self.draw_latency_s() + first_s
+        running = _Running(now, latency_s, [(now, self.model_version)])
+        self._running.add(running)
         try:
-            await asyncio.sleep(self.draw_latency_s() + first_s)
+            await asyncio.sleep(latency_s)
         finally:
-            self._running -= 1
-        return [self._answer(prompt_token_ids, sampling, version, i) for i in range(sampling.n)]
+            self._running.discard(running)
+        return [self._answer(prompt_token_ids, sampling, running, i) for i in range(sampling.n)]
 
     def draw_latency_s(self) -> float:
         """Seconds of the next request."""
@@ -80,9 +100,11 @@ class FakeEngine:
         return self.latency_s * float(self._rng.lognormal(-(self.sigma**2) / 2, self.sigma))
 
     def _answer(
-        self, prompt: list[int], sampling: SamplingParams, version: int, index: int
+        self, prompt: list[int], sampling: SamplingParams, running: _Running, index: int
     ) -> Completion:
-        key = np.asarray([*prompt, version, sampling.seed or 0, index], dtype=np.int64)
+        key = np.asarray(
+            [*prompt, running.versions[0][1], sampling.seed or 0, index], dtype=np.int64
+        )
         draw = int.from_bytes(hashlib.blake2b(key.tobytes(), digest_size=4).digest(), "little")
         length = sampling.min_tokens + draw % (sampling.max_tokens - sampling.min_tokens + 1)
         length = max(length, 1)
@@ -94,7 +116,7 @@ class FakeEngine:
         return Completion(
             tokens.astype(np.int32),
             np.full(length, LOGPROB, dtype=np.float32),
-            np.full(length, version, dtype=np.int32),
+            running.stamped(length),
             FINISH_STOP if stopped else FINISH_LENGTH,
         )
 
@@ -115,15 +137,19 @@ class FakeEngine:
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         receipt = await asyncio.to_thread(self._receive, update)
         self.model_version = update.version
+        for running in self._running:
+            running.versions.append((time.monotonic(), update.version))
         return receipt
 
     def _receive(self, update: WeightUpdate) -> WeightReceipt:
         from trinity_dask.models.torch_weights import incoming
+        from trinity_dask.models.weight_urls import fetched
 
         start = time.perf_counter()
         digest = Digest()
-        for _ in incoming(update, self._group, digest):
-            pass  # received for its checksum only
+        with fetched(update) as here:
+            for _ in incoming(here, self._group, digest):
+                pass  # received for its checksum only
         seconds = time.perf_counter() - start
         return WeightReceipt(
             update.version, digest.value, digest.n_bytes, seconds, has_logprobs=False
@@ -136,7 +162,7 @@ class FakeEngine:
         return {
             "requests": float(self._n_requests),
             "generated_tokens": float(self._n_tokens),
-            "running": float(self._running),
+            "running": float(len(self._running)),
             "waiting": 0.0,
         }
 

@@ -7,7 +7,9 @@ applied) and the model version that produced it.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Optional, Protocol
 
 import numpy as np
@@ -64,6 +66,7 @@ class WeightGroupSpec:
     generation: int
     backend: str  # gloo | nccl
     timeout_s: float
+    floor_bytes: int = 0  # broadcast so many once, bare, to know the link; 0 = do not
 
 
 @dataclass(frozen=True)
@@ -72,13 +75,19 @@ class TensorMeta:
     dtype: str  # torch dtype without the prefix, e.g. "float32"
     shape: tuple[int, ...]
 
+    @property
+    def n_bytes(self) -> int:
+        bits = re.search(r"\d+", self.dtype)  # only bool has none, and is a byte
+        return prod(self.shape) * (int(bits[0]) // 8 if bits else 1)
+
 
 @dataclass(frozen=True)
 class WeightUpdate:
     """One version on its way to an engine.
 
     ``method`` is ``nccl`` (receive over the group of ``generation``), or ``memory`` /
-    ``checkpoint`` (read the safetensors file at ``path``).
+    ``checkpoint`` (read the safetensors file at ``path``, which may be an fsspec URL with
+    ``storage_options``).
     """
 
     version: int
@@ -87,6 +96,7 @@ class WeightUpdate:
     generation: int = 0
     path: Optional[str] = None
     bucket_bytes: int = 64 << 20
+    storage_options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -100,6 +110,7 @@ class WeightReceipt:
     step: Optional[int] = None  # trainer only: the train step whose weights these are
     # false: an engine that computes nothing with them, so its log-probs prove nothing
     has_logprobs: bool = True
+    aborted: int = 0  # engine only: requests that are sampled again because of this update
 
 
 class InferenceEngine(Protocol):
@@ -126,7 +137,10 @@ class InferenceEngine(Protocol):
     async def teardown_weight_group(self) -> None: ...
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        """Pause, load, drop every prefix cache, set the version, resume."""
+        """Pause, load, drop every prefix cache, set the version, resume.
+
+        Requests that run go on with the new weights; each token says which chose it.
+        """
         ...
 
     async def label_weights(self, version: int) -> None:
@@ -134,7 +148,7 @@ class InferenceEngine(Protocol):
         ...
 
     async def stats(self) -> dict[str, float]:
-        """Counters: requests, generated_tokens, running, waiting."""
+        """Counters: requests, generated_tokens, running, waiting; of an actor also aborted."""
         ...
 
     async def close(self) -> None: ...
@@ -150,3 +164,5 @@ class EngineSpec:
     config: dict[str, Any] = field(default_factory=dict)  # RolloutModelConfig as a dict
     model: dict[str, Any] = field(default_factory=dict)  # ModelConfig as a dict
     device: str = "cpu"
+    in_flight: str = "keep"  # what an update does to running requests: keep | wait | abort
+    in_flight_timeout_s: float = 60.0  # wait: for how long

@@ -2,13 +2,16 @@
 
 Invariant: the model belongs to one thread. That thread takes all requests that wait when
 it becomes free as one batch, and does everything else (weight updates, log-probs) between
-two batches, so an answer never mixes two versions.
+two batches. An update cuts the running batch short: what it has sampled stays, and the
+rest of each answer is sampled with the new weights, from its prompt and its tokens so far,
+so no cached key or value of the old weights is used.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,7 @@ import torch
 from trinity_dask.models.lora import add_adapter
 from trinity_dask.models.lora_config import wants_adapter
 from trinity_dask.models.protocol import (
+    FINISH_STOP,
     Completion,
     EngineSpec,
     SamplingParams,
@@ -39,10 +43,12 @@ class TorchEngine:
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
         self.model_version = 0
+        deterministic = bool(spec.config.get("deterministic", False))
         self._thread: WorkThread[SampleRequest, list[Completion]] = WorkThread(
             f"torch-{spec.slot}",
             self._sample,
-            max_weight=int(spec.config.get("max_num_seqs", 256)),
+            # the numbers of a row depend on its batch by rounding, so on who else was waiting
+            max_weight=1 if deterministic else int(spec.config.get("max_num_seqs", 256)),
             weight=lambda request: request.sampling.n,
         )
         self._group: WeightGroup | None = None
@@ -51,6 +57,7 @@ class TorchEngine:
         self._max_model_len = 0
         self._vocab_size = 0
         self._n_requests = 0
+        self._asked: dict[int, SampleRequest] = {}  # by id; waiting or being sampled
 
     async def prepare(self) -> dict[str, Any]:
         start = time.perf_counter()
@@ -86,13 +93,49 @@ class TorchEngine:
         self, prompt_token_ids: list[int], sampling: SamplingParams, request_id: str
     ) -> list[Completion]:
         sampling = checked(prompt_token_ids, sampling, self._vocab_size, self._max_model_len)
-        request = SampleRequest(prompt_token_ids, sampling)
         self._n_requests += 1
+        return await self._answers(prompt_token_ids, sampling)
+
+    async def _answers(self, prompt: list[int], sampling: SamplingParams) -> list[Completion]:
+        request = SampleRequest(prompt, sampling)
+        self._asked[id(request)] = request
         try:
-            return await self._thread.submit(request)
+            answers = await self._thread.submit(request)
         except asyncio.CancelledError:
             request.cancelled = True
             raise
+        finally:
+            del self._asked[id(request)]
+        if not request.cancelled:
+            return answers
+        if not answers:  # an update came before its batch began
+            return await self._answers(prompt, sampling)
+        rest = (self._continued(prompt, sampling, row, cut) for row, cut in enumerate(answers))
+        return list(await asyncio.gather(*rest))
+
+    async def _continued(
+        self, prompt: list[int], sampling: SamplingParams, row: int, cut: Completion
+    ) -> Completion:
+        """An answer that an update may have cut, whole."""
+        length = len(cut.token_ids)
+        if cut.finish_reason == FINISH_STOP or length >= sampling.max_tokens:
+            return cut
+        # of one seed every row would go on with the same numbers, from their beginning
+        seed = None if sampling.seed is None else sampling.seed + (row + 1) * 1_000_003 + length
+        left = replace(
+            sampling,
+            n=1,
+            max_tokens=sampling.max_tokens - length,
+            min_tokens=max(sampling.min_tokens - length, 0),
+            seed=seed,
+        )
+        (end,) = await self._answers([*prompt, *cut.token_ids.tolist()], left)
+        return Completion(
+            np.concatenate([cut.token_ids, end.token_ids]),
+            np.concatenate([cut.logprobs, end.logprobs]),
+            np.concatenate([cut.versions, end.versions]),
+            end.finish_reason,
+        )
 
     def _sample(self, requests: list[SampleRequest]) -> list[list[Completion]]:
         assert self._sampler is not None
@@ -118,6 +161,8 @@ class TorchEngine:
             await asyncio.to_thread(group.close)
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
+        for request in self._asked.values():
+            request.cancelled = True  # its batch ends with its next token
         return await self._thread.call(lambda: self._update(update))
 
     def _update(self, update: WeightUpdate) -> WeightReceipt:

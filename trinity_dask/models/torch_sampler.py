@@ -57,7 +57,7 @@ class BatchSampler:
     def sample(self, requests: Sequence[SampleRequest], version: int) -> list[list[Completion]]:
         """Answer all ``requests`` together; ``version`` is stamped on every token.
 
-        The answers of a request that was cancelled meanwhile are cut short and meaningless.
+        The answers of a request that was cancelled meanwhile are cut short.
         """
         batch = _Batch(requests, self.eos_ids, self.config.vocab_size, self.device)
         cache = ReservedCache(self.config.num_hidden_layers, batch.prompt_width + batch.max_tokens)

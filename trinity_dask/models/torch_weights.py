@@ -7,16 +7,17 @@ first parameter changes, so a transfer that breaks leaves the old weights whole.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from trinity_dask.models.checksum import Digest
 from trinity_dask.models.lora import has_adapter, load_adapter
-from trinity_dask.models.protocol import TensorMeta, WeightReceipt, WeightUpdate
+from trinity_dask.models.protocol import WeightReceipt, WeightUpdate
 from trinity_dask.models.weight_files import read_safetensors, weight_files
 from trinity_dask.models.weight_transfer import WeightGroup, recv
+from trinity_dask.models.weight_urls import fetched
 
 
 def check_update(update: WeightUpdate, group: WeightGroup | None) -> None:
@@ -47,15 +48,16 @@ def incoming(
     update: WeightUpdate,
     group: WeightGroup | None,
     digest: Digest,
-    target: Callable[[TensorMeta], torch.Tensor] | None = None,
+    memory: torch.Tensor | None = None,
 ) -> Iterable[tuple[str, torch.Tensor]]:
-    """The tensors of ``update``, from the group (see :func:`recv`) or from its file.
+    """The tensors of ``update``, from the group (see :func:`recv`) or from its file, which is
+    one of this machine (see :func:`fetched`).
 
     Raises what :func:`check_update` raises.
     """
     check_update(update, group)
     if group is not None and update.method == "nccl":
-        return recv(group, update.meta, update.bucket_bytes, digest, target)
+        return recv(group, update.meta, update.bucket_bytes, digest, memory)
     return read_safetensors(str(update.path), digest)
 
 
@@ -67,11 +69,12 @@ def load_update(model: Any, update: WeightUpdate, group: WeightGroup | None) -> 
     """
     start = time.perf_counter()
     digest = Digest()
-    staged = dict(incoming(update, group, digest))
-    if has_adapter(model):
-        load_adapter(model, staged)
-    else:
-        assign(model, staged)
+    with fetched(update) as here:
+        staged = dict(incoming(here, group, digest))
+        if has_adapter(model):
+            load_adapter(model, staged)
+        else:
+            assign(model, staged)
     return WeightReceipt(update.version, digest.value, digest.n_bytes, time.perf_counter() - start)
 
 

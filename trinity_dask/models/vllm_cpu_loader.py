@@ -5,10 +5,10 @@ of it; and this is used only where its plan covers every parameter exactly. What
 know (quantisation, several ranks, renamed or transformed weights) is left to vLLM's own
 layer-wise reload, which is general and slower.
 
-On a CPU a linear layer keeps no weight, only a packed copy for oneDNN. Every tensor is
-received at its place in new memory (query, key and value of a layer share one weight). The
-weight is packed when the layer is used for the first time: the trainer, which waits for the
-end of the update, need not wait for that.
+On a CPU a linear layer keeps no weight, only a packed copy for oneDNN. What is to be packed
+is used where it was received: the parts of a layer (query, key and value share one weight) lie
+side by side there. It is packed when the layer is used for the first time: the trainer, which
+waits for the end of the update, need not wait for that.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, Optional
 
 import torch
 
+from trinity_dask.models.checksum import Digest, in_threads
 from trinity_dask.models.protocol import TensorMeta
 
 
@@ -32,26 +33,43 @@ class Target:
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_packed: bool
-    arriving: Optional[torch.Tensor] = None
+    adopted: dict[int, torch.Tensor] = field(default_factory=dict)  # by first row
+    copied: Optional[torch.Tensor] = None
 
-    def rows(self, start: int, n_rows: int) -> torch.Tensor:
-        """A part of the next value."""
-        if self.arriving is None:
-            self.arriving = torch.empty(self.shape, dtype=self.dtype)
-        return self.arriving[start : start + n_rows]
+    def take(self, start: int, tensor: torch.Tensor) -> None:
+        """Rows from ``start`` on of the next value: ``tensor`` itself if it will only be read,
+        once, to be packed; else a copy."""
+        if self.is_packed and tensor.dtype == self.dtype:
+            self.adopted[start] = tensor
+            return
+        self.prepare()
+        assert self.copied is not None
+        self.copied[start : start + len(tensor)].copy_(tensor)
 
-    def install(self) -> None:
+    def prepare(self) -> None:
+        """Have memory for copies."""
+        if self.copied is None:
+            self.copied = torch.empty(self.shape, dtype=self.dtype)
+
+    def install(self, lease: Lease) -> None:
         """Put the next value in use."""
-        value, self.arriving = self.arriving, None
+        value = side_by_side(self.adopted) if self.adopted else self.copied
+        if self.adopted:
+            lease.n_users += 1
+        adopted = bool(self.adopted)
+        self.forget()
         if value is None:
             return
         parameter = getattr(self.module, self.attribute)
         if self.is_packed:
-            pack_at_first_use(self.module, value)
+            pack_at_first_use(self.module, value, lease if adopted else None)
         elif parameter.shape == value.shape:
             parameter.data = value
         else:  # a vocabulary that is padded in memory
             parameter.data[: len(value)].copy_(value)
+
+    def forget(self) -> None:
+        self.adopted, self.copied = {}, None
 
 
 @dataclass(frozen=True)
@@ -60,10 +78,17 @@ class Place:
 
     target: Target
     start: int
-    n_rows: int
 
-    def memory(self) -> torch.Tensor:
-        return self.target.rows(self.start, self.n_rows)
+    def take(self, tensor: torch.Tensor) -> None:
+        self.target.take(self.start, tensor)
+
+
+@dataclass(eq=False)
+class Lease:
+    """Memory that a version was received into, and how many layers will still read it."""
+
+    memory: Optional[torch.Tensor] = None
+    n_users: int = 0
 
 
 @dataclass
@@ -72,34 +97,88 @@ class CpuLoader:
 
     places: dict[str, Place] = field(default_factory=dict)
     targets: dict[tuple[str, str], Target] = field(default_factory=dict)
+    leases: list[Lease] = field(default_factory=list)
 
-    def memory(self, meta: TensorMeta) -> torch.Tensor:
-        """Where a tensor that is about to be received is to lie."""
-        return self.places[meta.name].memory()
+    def lease(self, n_bytes: int) -> Lease:
+        """Memory to receive into that no layer will read any more; at most two are made."""
+        for lease in self.leases:
+            if lease.n_users == 0:
+                return lease
+        self.leases.append(Lease(torch.empty(n_bytes, dtype=torch.uint8)))
+        return self.leases[-1]
 
-    def load(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take all tensors, then put them in use. An error before that changes nothing."""
+    def load(self, named: Iterable[tuple[str, torch.Tensor]], lease: Optional[Lease]) -> None:
+        """Take all tensors, then put them in use. An error before that changes nothing.
+
+        The tensors are views of the memory of ``lease``, or of some that stays as it is for as
+        long as they live (None).
+        """
         try:
             for name, tensor in named:
-                memory = self.places[name].memory()
-                if memory.data_ptr() != tensor.data_ptr():
-                    memory.copy_(tensor)
+                self.places[name].take(tensor)
         except BaseException:
-            for target in self.targets.values():
-                target.arriving = None
+            self._forget()
             raise
+        self._install(lease or Lease())
+
+    def load_views(self, named: Sequence[tuple[str, torch.Tensor]]) -> Digest:
+        """Like :meth:`load`, of tensors that are all there and stay as they are until the next
+        version is in use. Returns their digest."""
         for target in self.targets.values():
-            target.install()
+            if not target.is_packed:
+                target.prepare()  # not by several threads at once
+
+        def take(item: tuple[str, torch.Tensor]) -> Digest:
+            digest = Digest()
+            digest.add(*item)
+            self.places[item[0]].take(item[1])
+            return digest
+
+        try:
+            digest = in_threads(take, named)
+        except BaseException:
+            self._forget()
+            raise
+        self._install(Lease())
+        return digest
+
+    def _forget(self) -> None:
+        for target in self.targets.values():
+            target.forget()
+
+    def _install(self, lease: Lease) -> None:
+        for old in self.leases:
+            old.n_users = 0  # every layer gets its weight anew
+        for target in self.targets.values():
+            target.install(lease)
 
 
-def pack_at_first_use(module: Any, weight: Optional[torch.Tensor] = None) -> None:
-    """Have ``module`` pack ``weight``, or the weight it owns, when it is called next."""
+def side_by_side(parts: dict[int, torch.Tensor]) -> torch.Tensor:
+    """The rows of all parts, by first row: as one view if they lie like that already."""
+    tensors = [parts[start] for start in sorted(parts)]
+    first = tensors[0]
+    n_rows, end = 0, first.data_ptr()
+    for tensor in tensors:
+        if tensor.data_ptr() != end or not tensor.is_contiguous():
+            return torch.cat(tensors)
+        end += tensor.numel() * tensor.element_size()
+        n_rows += len(tensor)
+    return first.as_strided((n_rows, *first.shape[1:]), first.stride())
+
+
+def pack_at_first_use(
+    module: Any, weight: Optional[torch.Tensor] = None, lease: Optional[Lease] = None
+) -> None:
+    """Have ``module`` pack ``weight``, or the weight it owns, when it is called next; the
+    weight lies in the memory of ``lease``."""
 
     def first_call(x: torch.Tensor, _: torch.Tensor, bias: Optional[torch.Tensor]) -> torch.Tensor:
         if weight is not None:
             module.weight = torch.nn.Parameter(weight, requires_grad=False)
         # replaces this function by one that uses the packed copy
         module.quant_method.process_weights_after_loading(module)
+        if lease is not None and module.weight.numel() == 0:  # only the packed copy is left
+            lease.n_users -= 1
         return module.cpu_linear(x, module.weight, bias)
 
     module.cpu_linear = first_call
@@ -125,7 +204,7 @@ def plan_cpu_loader(model: Any, meta: Sequence[TensorMeta], dtype: torch.dtype) 
         target, start = loader.targets[key], filled[key]
         _check_fits(tensor, target, start)
         filled[key] += tensor.shape[0]
-        loader.places[tensor.name] = Place(target, start, tensor.shape[0])
+        loader.places[tensor.name] = Place(target, start)
     _check_is_whole(model, filled)
     return loader
 

@@ -13,6 +13,7 @@ vLLM loads this module in its workers because the engine names :class:`WeightWor
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -29,7 +30,9 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from trinity_dask.models.checksum import Digest
 from trinity_dask.models.malloc import keep_freed_memory
 from trinity_dask.models.protocol import TensorMeta, WeightGroupSpec, WeightUpdate
+from trinity_dask.models.shared_weights import Look, SharedFiles
 from trinity_dask.models.torch_weights import check_update, incoming
+from trinity_dask.models.transfer_group import WeightGroup, make_group, rank_of_worker
 from trinity_dask.models.vllm_adapter import AdapterHolder
 from trinity_dask.models.vllm_cpu_loader import (
     CpuLoader,
@@ -40,7 +43,8 @@ from trinity_dask.models.vllm_cpu_loader import (
 from trinity_dask.models.vllm_plugin import register
 from trinity_dask.models.vllm_prompt_logprobs import heat_prompt_logprobs
 from trinity_dask.models.weight_files import file_meta
-from trinity_dask.models.weight_transfer import WeightGroup, make_group
+from trinity_dask.models.weight_transfer import memory_bytes
+from trinity_dask.models.weight_urls import fetched
 
 log = logging.getLogger("trinity_dask.engines")
 
@@ -61,6 +65,7 @@ class GroupInfo(WeightTransferInitInfo):
     generation: int
     backend: str
     timeout_s: float
+    floor_bytes: int = 0
 
 
 @dataclass
@@ -73,12 +78,11 @@ class UpdateInfo(WeightTransferUpdateInfo):
     generation: int = 0
     path: Optional[str] = None
     bucket_bytes: int = 64 << 20
+    storage_options: dict[str, Any] = field(default_factory=dict)
 
     def update(self) -> WeightUpdate:
         meta = tuple(TensorMeta(name, dtype, tuple(shape)) for name, dtype, shape in self.meta)
-        return WeightUpdate(
-            self.version, self.method, meta, self.generation, self.path, self.bucket_bytes
-        )
+        return WeightUpdate(**{**vars(self), "meta": meta})
 
 
 class TrinityTransfer(WeightTransferEngine[GroupInfo, UpdateInfo]):
@@ -94,37 +98,64 @@ class TrinityTransfer(WeightTransferEngine[GroupInfo, UpdateInfo]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._planned: dict[tuple[TensorMeta, ...], Optional[CpuLoader]] = {}
+        self._shared = SharedFiles()
+        self._look: Optional[Look] = None  # at the version in use, if it lies in shared memory
 
     def init_transfer_engine(self, init_info: GroupInfo) -> None:
         self.shutdown()
         spec = WeightGroupSpec(**vars(init_info))
-        parallel = self.parallel_config
-        rank = spec.rank_offset + parallel.data_parallel_index * parallel.world_size
-        self.group = make_group(spec, rank + parallel.rank, False, str(self.device))
+        rank = rank_of_worker(spec, self.parallel_config)
+        self.group = make_group(spec, rank, False, str(self.device))
 
     def start_weight_update(self) -> None:
         self.receipt = None
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         start = time.perf_counter()
-        update, digest = update_info.update(), Digest()
-        check_update(update, self.group)
-        loader = None if self.adapter else self._cpu_loader(update)
-        if self.adapter is not None:
-            self.adapter.stage(dict(incoming(update, self.group, digest)))
-        elif loader is not None:
-            loader.load(incoming(update, self.group, digest, loader.memory))
-            for module in tied_packed_layers(self.model):
-                pack_at_first_use(module)
-        else:
-            self.half_loaded = True
-            load_weights(self.model, self.model_config, incoming(update, self.group, digest))
-        self.half_loaded = self.adapter is not None  # until the staged adapter is taken
+        with fetched(update_info.update()) as update:
+            digest = self._load(update)
         self.receipt = {
             "checksum": digest.value,
             "n_bytes": digest.n_bytes,
             "seconds": time.perf_counter() - start,
         }
+
+    def _load(self, update: WeightUpdate) -> Digest:
+        digest = Digest()
+        look: Optional[Look] = None
+        check_update(update, self.group)
+        loader = None if self.adapter else self._cpu_loader(update)
+        if self.adapter is not None:
+            self.adapter.stage(dict(incoming(update, self.group, digest)))
+        elif loader is not None and update.method == "memory" and os.path.isfile(str(update.path)):
+            look, digest = self._load_shared(loader, str(update.path))
+        elif loader is not None and update.method == "nccl":
+            lease = loader.lease(memory_bytes(update.meta, update.bucket_bytes))
+            loader.load(incoming(update, self.group, digest, lease.memory), lease)
+        elif loader is not None:
+            # copies: what is packed later must not wait on a disk, nor on a file that is gone
+            arriving = incoming(update, self.group, digest)
+            loader.load(((name, tensor.clone()) for name, tensor in arriving), None)
+        else:
+            self.half_loaded = True
+            load_weights(self.model, self.model_config, incoming(update, self.group, digest))
+        if loader is not None:
+            for module in tied_packed_layers(self.model):
+                pack_at_first_use(module)
+        self.half_loaded = self.adapter is not None  # until the staged adapter is taken
+        self._look, before = look, self._look
+        if before is not None:  # nothing of the version before is in use any more
+            before.end()
+        return digest
+
+    def _load_shared(self, loader: CpuLoader, path: str) -> tuple[Look, Digest]:
+        """What is to be packed is read from the file when it is; so long it is looked at."""
+        look = self._shared.look(path)
+        try:
+            return look, loader.load_views(look.tensors())
+        except BaseException:
+            look.end()
+            raise
 
     def _cpu_loader(self, update: WeightUpdate) -> Optional[CpuLoader]:
         """The fast loader for these tensors, if there is one; planned once per list."""

@@ -1,24 +1,21 @@
 """Weights from trainer rank 0 to every engine rank, in packed buckets over one group.
 
 Invariant: sender and receivers derive the same buckets from the same metadata, so no
-message describes another; a tensor that is large enough to be a message of its own is sent
-from where it lies. The group is a bare backend object with its own store, so it
-lives beside any default group and a new generation never meets an old one.
+message describes another; tensors that lie as their bucket does are sent from there, and
+nothing is copied on the way.
 """
 
 from __future__ import annotations
 
-import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import islice
-from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Optional
 
 from trinity_dask.models.checksum import Digest, checksum
-from trinity_dask.models.protocol import TensorMeta, WeightGroupSpec
+from trinity_dask.models.protocol import TensorMeta
+from trinity_dask.models.transfer_group import WeightGroup, make_group
 from trinity_dask.models.weight_files import read_safetensors, write_safetensors
 
 if TYPE_CHECKING:
@@ -39,8 +36,7 @@ __all__ = [
 ]
 
 ALIGN_BYTES = 64  # every tensor starts on a cache line of its bucket
-DIRECT_BYTES = 1 << 20  # from here on a tensor is a bucket, which saves copying it
-WINDOW = 3  # buckets on the wire at a time
+WINDOW = 4  # buckets on the wire at a time
 
 
 # --------------------------------------------------------------------------- the tensors
@@ -86,13 +82,13 @@ class Slot:
 class Bucket:
     slots: tuple[Slot, ...]
     n_bytes: int
+    start: int = 0  # in memory that holds all buckets
 
 
 def plan_buckets(meta: Sequence[TensorMeta], bucket_bytes: int) -> list[Bucket]:
     """Whole tensors in order, at most ``bucket_bytes`` per bucket.
 
-    A tensor of :data:`DIRECT_BYTES` or more, or larger than ``bucket_bytes``, gets a bucket
-    of its own.
+    A tensor larger than ``bucket_bytes`` gets a bucket of its own.
 
     Raises:
         ValueError: ``bucket_bytes`` is not positive.
@@ -101,105 +97,55 @@ def plan_buckets(meta: Sequence[TensorMeta], bucket_bytes: int) -> list[Bucket]:
         raise ValueError(f"bucket_bytes must be at least 1 (got {bucket_bytes})")
     buckets: list[Bucket] = []
     slots: list[Slot] = []
-    end = 0
+    begin = end = 0
     for tensor in meta:
-        n_bytes = prod(tensor.shape) * torch_dtype(tensor.dtype).itemsize
-        start = -(-end // ALIGN_BYTES) * ALIGN_BYTES
-        full = start + n_bytes > bucket_bytes or max(n_bytes, end) >= DIRECT_BYTES
-        if slots and full:
-            buckets.append(Bucket(tuple(slots), end))
-            slots, start = [], 0
-        slots.append(Slot(tensor, start, n_bytes))
-        end = start + n_bytes
+        start = _aligned(end)
+        if slots and start + tensor.n_bytes > bucket_bytes:
+            buckets.append(Bucket(tuple(slots), end, begin))
+            begin, slots, start = _aligned(begin + end), [], 0
+        slots.append(Slot(tensor, start, tensor.n_bytes))
+        end = start + tensor.n_bytes
     if slots:
-        buckets.append(Bucket(tuple(slots), end))
+        buckets.append(Bucket(tuple(slots), end, begin))
     return buckets
 
 
-# --------------------------------------------------------------------------- the group
-@dataclass
-class WeightGroup:
-    """A bare process group, its store, and the device its buffers live on."""
-
-    backend: Any
-    store: Any
-    device: str
-    generation: int
-
-    def broadcast(self, buffer: torch.Tensor) -> Any:
-        """Start the broadcast of ``buffer`` from rank 0; ``wait()`` on the result."""
-        return self.backend.broadcast(buffer, 0)
-
-    def close(self) -> None:
-        """Leave the group; a transfer that is under way fails on every side. Idempotent."""
-        backend, self.backend, self.store = self.backend, None, None
-        if backend is not None:
-            backend.abort()
+def _aligned(n_bytes: int) -> int:
+    return -(-n_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def make_group(
-    spec: WeightGroupSpec, rank: int, is_master: bool, device: str = "cpu"
-) -> WeightGroup:
-    """Join generation ``spec.generation`` of the transfer group as ``rank``.
+def memory_bytes(meta: Sequence[TensorMeta], bucket_bytes: int) -> int:
+    """Size of memory that holds all buckets."""
+    buckets = plan_buckets(meta, bucket_bytes)
+    return buckets[-1].start + buckets[-1].n_bytes if buckets else 0
 
-    The master serves the TCP store at ``spec.host:spec.port``. Returns once every member
-    has joined.
 
-    Raises:
-        RuntimeError: a member is missing after ``spec.timeout_s``, or the port is taken.
+def lay_out(
+    parameters: Mapping[str, torch.Tensor], meta: Sequence[TensorMeta], bucket_bytes: int
+) -> bool:
+    """Move ``parameters`` into one block of memory in which they lie as their buckets do.
+
+    They keep their identity and values; from then on :func:`send` need not copy them. False,
+    and nothing is done, where that cannot be: shards, another device, or a wire dtype that is
+    not theirs.
     """
-    import torch.distributed as dist
+    import torch
 
-    timeout = timedelta(seconds=spec.timeout_s)
-    try:
-        store = dist.TCPStore(
-            spec.host,
-            spec.port,
-            spec.world_size,
-            is_master=is_master,
-            timeout=timeout,
-            wait_for_workers=False,
-        )
-        prefixed = dist.PrefixStore(f"weights/{spec.generation}", store)
-        backend = _backend(spec, prefixed, rank, timeout)
-    except (RuntimeError, ValueError) as error:
-        raise RuntimeError(
-            f"weight group generation {spec.generation}: rank {rank} of {spec.world_size} "
-            f"could not join at {spec.host}:{spec.port} within {spec.timeout_s:g} s "
-            f"({type(error).__name__}: {error})"
-        ) from error
-    return WeightGroup(backend, store, device, spec.generation)
-
-
-def _backend(spec: WeightGroupSpec, store: Any, rank: int, timeout: timedelta) -> Any:
-    import torch.distributed as dist
-
-    if spec.backend == "gloo":
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._timeout = timeout
-        options._devices = [gloo.create_device(hostname=_own_address(spec.host))]
-        return gloo(store, rank, spec.world_size, options)
-    if spec.backend == "nccl":
-        nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
-        if nccl is None:
-            raise ValueError("this torch has no NCCL; use backend gloo")
-        options = nccl.Options()
-        options._timeout = timeout
-        return nccl(store, rank, spec.world_size, options)
-    raise ValueError(f"weight group backend must be gloo or nccl (got {spec.backend!r})")
-
-
-def _own_address(peer: str) -> str:
-    """This machine's address on the route to ``peer``.
-
-    Gloo would otherwise resolve the host name, which on many machines is not the
-    interface that the peer can reach.
-    """
-    family, _, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # a datagram socket only picks a route; nothing is sent
-        return probe.getsockname()[0]
+    plain = all(
+        type(tensor) is torch.nn.Parameter
+        and tensor.device == next(iter(parameters.values())).device
+        for tensor in parameters.values()
+    )
+    if not plain or tensor_meta(parameters.items()) != tuple(meta):
+        return False
+    device = next(iter(parameters.values())).device
+    memory = torch.empty(memory_bytes(meta, bucket_bytes), dtype=torch.uint8, device=device)
+    for bucket in plan_buckets(meta, bucket_bytes):
+        for slot in bucket.slots:
+            place = _view(memory[bucket.start :], slot)
+            place.copy_(parameters[slot.meta.name].detach())
+            parameters[slot.meta.name].data = place
+    return True
 
 
 # --------------------------------------------------------------------------- the transfer
@@ -211,7 +157,8 @@ def send(
 ) -> Digest:
     """Broadcast ``named`` as rank 0, converted to the wire dtypes of ``meta``.
 
-    The tensors must not change until it returns: large ones are sent from their own memory.
+    The tensors must not change until it returns: those that lie side by side (see
+    :func:`lay_out`) are sent from where they are.
 
     Raises:
         ValueError: ``named`` does not match ``meta`` in order, names or shapes.
@@ -222,7 +169,9 @@ def send(
     on_wire: deque[tuple[Any, torch.Tensor]] = deque()
     for bucket in plan_buckets(meta, bucket_bytes):
         content = _take(bucket, tensors)
-        buffer = _buffer(bucket, content, group.device)
+        buffer = _where_it_lies(bucket, content, group.device)
+        if buffer is None:
+            buffer = _packed(bucket, content, group.device)
         on_wire.append((group.broadcast(buffer), buffer))
         for slot in bucket.slots:  # while the bucket is on the wire
             digest.add(slot.meta.name, _view(buffer, slot))
@@ -243,13 +192,33 @@ def _take(bucket: Bucket, tensors: Iterator[tuple[str, torch.Tensor]]) -> list[t
     return taken
 
 
-def _buffer(bucket: Bucket, content: list[torch.Tensor], device: str) -> torch.Tensor:
-    """The bucket's bytes: the only tensor's own memory if it will do, else a packed copy."""
+def _where_it_lies(
+    bucket: Bucket, content: list[torch.Tensor], device: str
+) -> Optional[torch.Tensor]:
+    """The tensors' own memory as the bucket's bytes, if they lie in it as the bucket says."""
     import torch
 
-    own = _own_bytes(content[0], bucket.slots[0].meta, device) if len(content) == 1 else None
-    if own is not None:
-        return own
+    first = content[0]
+    storage = first.untyped_storage()
+    for slot, tensor in zip(bucket.slots, content, strict=True):
+        lies = (
+            tensor.dtype == torch_dtype(slot.meta.dtype)
+            and tensor.device == torch.device(device)
+            and tensor.is_contiguous()
+            and tensor.data_ptr() == first.data_ptr() + slot.start
+            and tensor.untyped_storage().data_ptr() == storage.data_ptr()
+        )
+        if not lies:
+            return None
+    offset = first.storage_offset() * first.element_size()
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(
+        storage, offset, (bucket.n_bytes,), (1,)
+    )
+
+
+def _packed(bucket: Bucket, content: list[torch.Tensor], device: str) -> torch.Tensor:
+    import torch
+
     buffer = torch.empty(bucket.n_bytes, dtype=torch.uint8, device=device)
     for slot, tensor in zip(bucket.slots, content, strict=True):
         _view(buffer, slot).copy_(tensor)
@@ -266,15 +235,14 @@ def recv(
     meta: Sequence[TensorMeta],
     bucket_bytes: int,
     digest: Digest | None = None,
-    target: Callable[[TensorMeta], torch.Tensor] | None = None,
+    memory: torch.Tensor | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Receive what rank 0 sends: ``(name, tensor)`` in the order of ``meta``.
 
-    Tensors are views of their bucket, which is never reused: the consumer may keep them.
-    With ``target``, a tensor that is a bucket of its own is received into the memory that
-    ``target`` names for it, if that has its dtype, device and a contiguous layout.
-    The next buckets are on the wire while this one is consumed. Every tensor is added to
-    ``digest`` when one is given.
+    Tensors are views of their bucket. The buckets lie in ``memory``, uint8 of
+    :func:`memory_bytes` on the group's device; without it each has memory of its own, which is
+    never used again, so the consumer may keep them. The next buckets are on the wire while
+    this one is consumed. Every tensor is added to ``digest`` when one is given.
 
     Raises:
         RuntimeError: the sender died or the group's timeout passed.
@@ -283,12 +251,12 @@ def recv(
     ahead = iter(plan_buckets(meta, bucket_bytes))
     while True:
         for bucket in islice(ahead, WINDOW - len(on_wire)):
-            on_wire.append(_post(group, bucket, target))
+            on_wire.append(_post(group, bucket, memory))
         if not on_wire:
             return
         work, buffer, bucket = on_wire.popleft()
         work.wait()
-        on_wire.extend(_post(group, following, target) for following in islice(ahead, 1))
+        on_wire.extend(_post(group, following, memory) for following in islice(ahead, 1))
         for slot in bucket.slots:
             tensor = _view(buffer, slot)
             if digest is not None:
@@ -297,23 +265,12 @@ def recv(
 
 
 def _post(
-    group: WeightGroup, bucket: Bucket, target: Callable[[TensorMeta], torch.Tensor] | None
+    group: WeightGroup, bucket: Bucket, memory: torch.Tensor | None
 ) -> tuple[Any, torch.Tensor, Bucket]:
     import torch
 
-    buffer = None
-    if target is not None and len(bucket.slots) == 1:
-        buffer = _own_bytes(target(bucket.slots[0].meta), bucket.slots[0].meta, group.device)
-    if buffer is None:
+    if memory is None:
         buffer = torch.empty(bucket.n_bytes, dtype=torch.uint8, device=group.device)
+    else:
+        buffer = memory[bucket.start : bucket.start + bucket.n_bytes]
     return group.broadcast(buffer), buffer, bucket
-
-
-def _own_bytes(tensor: torch.Tensor, meta: TensorMeta, device: str) -> torch.Tensor | None:
-    """The memory of ``tensor`` as bytes, if it can stand for ``meta`` on the wire."""
-    import torch
-
-    is_wire_form = tensor.dtype == torch_dtype(meta.dtype) and tensor.is_contiguous()
-    if not is_wire_form or tensor.device != torch.device(device):
-        return None
-    return tensor.view(-1).view(torch.uint8)

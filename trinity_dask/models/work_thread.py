@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ Res = TypeVar("Res")
 CLOSE_TIMEOUT_S = 10.0
 # requests that belong together arrive within a moment; a pause this long ends the wait
 QUIET_S = 0.002
-LINGER_S = 0.02  # the longest wait for more requests
+LINGER_S = 0.05  # the longest wait for more requests
 
 
 @dataclass
@@ -131,16 +132,17 @@ class WorkThread(Generic[Req, Res]):
         """The next batch, after a moment for requests that are just arriving."""
         batch: list[tuple[Req, _Waiter]] = []
         weight = 0
-        rounds = int(LINGER_S / QUIET_S)
+        end = time.monotonic() + LINGER_S
         with self._wake:
-            for _ in range(rounds):
+            while True:
                 while self._requests and self._fits(batch, weight):
                     request, waiter = self._requests.popleft()
                     if not waiter.future.cancelled():
                         weight += self._weight(request)
                         batch.append((request, waiter))
-                full = bool(self._requests) or weight >= self._max_weight
-                if full or self._closed or self._calls or not self._wake.wait(QUIET_S):
+                done = bool(self._requests) or weight >= self._max_weight
+                done = done or self._closed or bool(self._calls) or time.monotonic() >= end
+                if done or not self._wake.wait(QUIET_S):
                     break
         return batch
 

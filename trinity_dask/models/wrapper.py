@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import hashlib
 import itertools
 import logging
 from collections.abc import Coroutine, Mapping, Sequence
@@ -41,7 +42,8 @@ class ModelWrapper:
 
     ``model_cfg`` is a :class:`~trinity_dask.config.schema.ModelConfig` or its dict;
     ``rollout_args`` (``temperature``, ``top_p``, ``top_k``, ``max_tokens``; None inherits)
-    override it, and keywords of a call override both.
+    override it, and keywords of a call override both. With ``request_seed``, a request that
+    brings no seed gets one made from it, the run's name and the request's number in the run.
 
     The coroutines run on the event loop that made the wrapper (or ``loop``); the plain
     methods are for threads and wait for that loop.
@@ -55,6 +57,7 @@ class ModelWrapper:
         rollout_args: Optional[Mapping[str, Any]] = None,
         *,
         enable_history: bool = False,
+        request_seed: Optional[int] = None,
         loop: Optional[asyncio.AbstractEventLoop] = None,
     ) -> None:
         self.engine = engine
@@ -65,6 +68,8 @@ class ModelWrapper:
         self.history: list[Experience] = []
         self.request_count = 0
         self._state: dict[str, Any] = {}
+        self._request_seed = request_seed
+        self._run_name, self._requests_of_run = "", itertools.count()
         self._loop = loop or _running_loop()
         self._warned: set[str] = set()
 
@@ -156,8 +161,18 @@ class ModelWrapper:
         merged = {**self.generate_kwargs, **overrides}
         if merged.get("max_tokens") is None:
             merged["max_tokens"] = self._room(prompt_length)
+        if merged.get("seed") is None and self._request_seed is not None:
+            merged["seed"] = self._next_seed()
         merged["stop_token_ids"] = tuple(merged.get("stop_token_ids") or ())
         return SamplingParams(**{k: v for k, v in merged.items() if k in _SAMPLING_NAMES})
+
+    def begin_run(self, name: str) -> None:
+        """What is asked from now on belongs to run ``name`` (batch/task/run)."""
+        self._run_name, self._requests_of_run = name, itertools.count()
+
+    def _next_seed(self) -> int:
+        text = f"{self._request_seed}/{self._run_name}/{next(self._requests_of_run)}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
 
     def _room(self, prompt_length: int) -> int:
         length = self.model_cfg.get("max_model_len")

@@ -12,6 +12,14 @@ from collections.abc import Iterable
 # written by mode bench into a stage's directory: {"results": {step: {metric: value}}, ...}
 BENCHMARK_FILE = "benchmark_meta.json"
 REWARD = "rollout/reward/mean"  # the sampled reward of a batch
+# what shows progress where no reward does: demonstrations, preference pairs, a teacher
+TAUGHT = (
+    "/sft_loss",
+    "/dpo_loss",
+    "actor/accuracy_mean",
+    "advantage/kl/mean",
+    "advantage/jsd/mean",
+)
 BOOKKEEPING = re.compile(
     r"/time/|/(failed_runs|cancelled_runs|finished_task_count|model_version|retries)$|/std(@\d+)?$"
 )
@@ -41,5 +49,5 @@ def losses(names: Iterable[str]) -> list[str]:
 def headline_scores(names: Iterable[str]) -> list[str]:
     """What a table of before and after compares."""
     names = list(names)
-    supervised = [name for name in names if name.endswith("/sft_loss")]
-    return [*eval_scores(names), *rewards(names), *supervised]
+    taught = [name for name in names if name.endswith(TAUGHT)]
+    return [*eval_scores(names), *rewards(names), *taught]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from trinity_dask.cluster.actors import ActorRef, start_actor, stop_actor
 from trinity_dask.cluster.build import RunCluster, open_cluster
+from trinity_dask.cluster.errors import ClusterError
 from trinity_dask.cluster.rpc import ActorHandle, ActorLost, call
 from trinity_dask.cluster.slots import CONTROL
 from trinity_dask.config import Config, resolve, split_stages, validate
@@ -38,6 +39,7 @@ __all__ = ["ClusterBusy", "Run", "RunFailed"]
 POLL_S = 2.0  # one long-poll of the launcher's status
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 120.0
+LOCK_WAIT_S = 20.0  # the workers of a killed driver need a moment to end
 MAX_RELAUNCHES = 2
 MAX_UNANSWERED = 10  # polls of CALL_TIMEOUT_S each
 
@@ -135,6 +137,17 @@ class Run:
     def job_dirs(self) -> list[str]:
         return [str(stage.job_dir) for stage in self.stages]
 
+    def scale(self, group: str, n_workers: int) -> None:
+        """Have ``n_workers`` rollout (or runner) workers from now on, in a cluster that this
+        run has started. Returns when the workers are there; their engines join by themselves.
+
+        Raises:
+            ClusterError: no cluster, not one of ours, or a group that is not elastic.
+        """
+        if self._cluster is None:
+            raise ClusterError("the run has no cluster (yet, or any more) that could be scaled")
+        self._cluster.scale(group, n_workers)
+
     def wait_for_change(self, seen: int, timeout: float) -> dict[str, Any]:
         """The status as soon as its version exceeds ``seen``, the run ends, or time is up."""
         with self._changed:
@@ -209,7 +222,7 @@ class Run:
         self._watch_guarded()
 
     def _open(self) -> None:
-        wait_unlocked(self.base_dir, claims=claims_of(self.stages))
+        wait_unlocked(self.base_dir, LOCK_WAIT_S, claims_of(self.stages))
         if self._given_client is None and self.cfg.cluster.type == "local":
             check_start_model(self.stages)
         self._set(message="starting the cluster")

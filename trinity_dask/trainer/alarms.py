@@ -14,6 +14,7 @@ log = logging.getLogger("trinity_dask.trainer")
 
 TRUNCATED_SHARE = 0.5
 SILENT_STEPS = 5
+GAP_NATS = 0.02  # more than reduced precision explains
 NO_ADVANTAGE = 1e-6  # what rounding leaves of the difference of equal rewards
 
 
@@ -31,6 +32,7 @@ class Alarms:
         silent = 0.0 in (metrics.get("actor/grad_norm"), metrics.get("actor/updates"))
         self._silent_steps = self._silent_steps + 1 if silent else 0
         self._no_signal(metrics)
+        self._gap(step, metrics)
 
     def _truncated(self, step: int, share: float) -> None:
         if share > TRUNCATED_SHARE:
@@ -59,6 +61,22 @@ class Alarms:
                 "some answers; are they cut, or is the task too hard or too easy?",
                 SILENT_STEPS,
                 metrics.get("sample/reward/mean", 0.0),
+            )
+
+    def _gap(self, step: int, metrics: Mapping[str, float]) -> None:
+        """With the same weights, sampler and trainer must mean the same distribution."""
+        same_weights = metrics.get("sample/model_version/min") == step - 1
+        gap = metrics.get("correction/gap", 0.0)
+        if same_weights and gap > GAP_NATS:
+            self._ring(
+                "gap",
+                "the sampler's log-probs and the trainer's differ by %.3g nats per token (ratio "
+                "%.3g to %.3g for 98%% of the tokens) although the weights are the same: "
+                "model.top_p and model.top_k narrow what is sampled, a reduced precision rounds "
+                "it. Set them to 1.0 and -1, or use algorithm.rollout_correction",
+                gap,
+                metrics.get("correction/ratio_p01", math.nan),
+                metrics.get("correction/ratio_p99", math.nan),
             )
 
     def _ring(self, name: str, message: str, *values: float) -> None:

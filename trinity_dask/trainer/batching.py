@@ -13,6 +13,8 @@ from typing import Any, Optional
 import numpy as np
 import torch
 
+from trinity_dask.trainer.shared_prompts import SharedPrompts
+
 Batch = dict[str, Any]  # tensors by name, and the int prompt_width
 # what a loss reads, [B, R] each
 RESPONSE_TENSORS = frozenset(
@@ -189,7 +191,8 @@ class MicroBatch:
     """The rows of one forward pass, cut to their own widths.
 
     input_ids, attention_mask int64 ``[b, P+R]``; ``fields`` the ``[b, R]`` tensors;
-    ``padded_left`` false when all prompts have the same length.
+    ``padded_left`` false when all prompts have the same length; ``shared`` where rows with
+    equal prompts may be computed together.
     """
 
     rows: torch.Tensor
@@ -199,6 +202,7 @@ class MicroBatch:
     prompt_width: int
     response_width: int
     padded_left: bool
+    shared: Optional[SharedPrompts] = None
 
 
 def take(batch: Batch, rows: np.ndarray, widths: Widths) -> MicroBatch:
@@ -229,7 +233,7 @@ def blank_batch(batch: Batch, unit: int = 1) -> MicroBatch:
         name: torch.zeros(unit, 2, dtype=batch[name].dtype, device=device)
         for name in RESPONSE_TENSORS & batch.keys()
     }
-    one = sequence_batch([0, 0, 0], device)
+    one = sequence_batch([[0, 0, 0]], device)
     return replace(
         one,
         rows=torch.zeros(0, dtype=torch.int64),
@@ -250,15 +254,19 @@ def check_pairs(batch: Batch) -> None:
         )
 
 
-def sequence_batch(token_ids: list[int], device: torch.device | str = "cpu") -> MicroBatch:
-    """One sequence in which every token after the first is to be scored."""
-    ids = torch.tensor([token_ids], dtype=torch.int64, device=device)
+def sequence_batch(sequences: list[list[int]], device: torch.device | str = "cpu") -> MicroBatch:
+    """Sequences in which every token after the first is to be scored, padded on the right."""
+    width = max(len(ids) for ids in sequences)
+    tokens = torch.zeros(len(sequences), width, dtype=torch.int64)
+    for row, ids in zip(tokens, sequences, strict=True):
+        row[: len(ids)] = torch.tensor(ids)
+    lengths = torch.tensor([[len(ids)] for ids in sequences])
     return MicroBatch(
-        rows=torch.zeros(1, dtype=torch.int64),
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
+        rows=torch.arange(len(sequences)),
+        input_ids=tokens.to(device),
+        attention_mask=(torch.arange(width) < lengths).long().to(device),
         fields={},
         prompt_width=1,
-        response_width=len(token_ids) - 1,
+        response_width=width - 1,
         padded_left=False,
     )

@@ -41,6 +41,7 @@ from trinity_dask.trainer.step_advantages import describe_estimate, estimate
 from trinity_dask.trainer.step_rows import StepRows
 from trinity_dask.trainer.trainable import TrainableModel
 from trinity_dask.trainer.updates import add_into, counted, sum_over_ranks
+from trinity_dask.trainer.variance import ENERGY, probability_energy, step_variance
 
 VOCABULARY = frozenset(("entropys", "necs"))  # what needs all logits of a token
 Frozen = FrozenModel | BaseUnderAdapter
@@ -177,6 +178,8 @@ class TrainEngine:
         if step > self._warmup_steps:
             with timed(metrics, "update_actor"), self.policy.on_device():
                 metrics |= self._train_policy(rows, denominators, step)
+        if ENERGY in self._of_vocabulary and "actor/grad_norm" in metrics:
+            metrics |= step_variance(self.spec, rows, metrics["actor/grad_norm"])
         return metrics | self._correction(rows)
 
     @property
@@ -194,6 +197,7 @@ class TrainEngine:
             device=self.device,
             group=self.group,
             lockstep=any(model.lockstep for model in self.trainables.values()),
+            share_prompts=self.settings.share_prompts,
         )
 
     # before the first update ------------------------------------------------------------
@@ -226,7 +230,7 @@ class TrainEngine:
         """
         spec = self.spec
         reads_old = "old_logprobs" in spec.advantage_needs or spec.kl_penalty is not None
-        if spec.advantage_needs & VOCABULARY or (reads_old and not spec.bypass_old_logprobs):
+        if self._of_vocabulary or (reads_old and not spec.bypass_old_logprobs):
             return rows.every
         several = len(rows.plan.updates) > 1
         if not several or not spec.uses_old_logprobs or spec.bypass_old_logprobs:
@@ -234,7 +238,7 @@ class TrainEngine:
         return np.setdiff1d(rows.every, rows.plan.updates[0])
 
     def _start_scores(self, micro: MicroBatch) -> dict[str, Tensor]:
-        wanted = self.spec.advantage_needs & VOCABULARY
+        wanted = self._of_vocabulary
         if not wanted:
             return {"start_logprobs": self.scorer(micro).logprob}
         scores = self.scorer(micro, entropy=True)
@@ -242,7 +246,16 @@ class TrainEngine:
         found = {"start_logprobs": scores.logprob, "entropys": scores.entropy}
         if "necs" in wanted:
             found["necs"] = token_necs(self.scorer.response_logits(micro))
+        if ENERGY in wanted:
+            found[ENERGY] = probability_energy(self.scorer.response_logits(micro))
         return found
+
+    @property
+    def _of_vocabulary(self) -> frozenset[str]:
+        """What is read from all logits of a token at the start of the step."""
+        wanted = self.spec.advantage_needs & VOCABULARY
+        proxies = self.settings.variance_proxies and "advantages" in self.spec.needs
+        return wanted | {ENERGY} if proxies else wanted
 
     def _score_frozen(self, rows: StepRows, model: Frozen, name: str) -> None:
         scorer = model.scorer(self.temperature, self.settings.logits_bytes)
@@ -332,11 +345,14 @@ class TrainEngine:
 
     # other uses -------------------------------------------------------------------------
     @torch.no_grad()
-    def sequence_logprobs(self, token_ids: list[int], temperature: float = 1.0) -> np.ndarray:
-        """Log-prob of every token after the first: float32 ``[len(token_ids) - 1]``."""
+    def sequence_logprobs(
+        self, sequences: list[list[int]], temperature: float = 1.0
+    ) -> list[np.ndarray]:
+        """Log-prob of every token after the first, of each: float32 ``[tokens - 1]``."""
         with self.policy.on_device():
-            scores = self.policy.scorer(temperature)(sequence_batch(token_ids, self.device))
-        return scores.logprob[0].cpu().numpy()
+            scores = self.policy.scorer(temperature)(sequence_batch(sequences, self.device))
+        found = scores.logprob.cpu().numpy()
+        return [row[: len(ids) - 1] for row, ids in zip(found, sequences, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
         """What the algorithm itself remembers: adaptive coefficients. JSON-able, often empty."""

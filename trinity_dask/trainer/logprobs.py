@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Optional
 
 import torch
@@ -18,6 +18,13 @@ from torch import Tensor
 
 from trinity_dask.algorithm.entropy import token_entropy
 from trinity_dask.trainer.batching import MicroBatch
+from trinity_dask.trainer.shared_prompts import (
+    forward_shared,
+    is_proven,
+    join,
+    may_share,
+    prove,
+)
 from trinity_dask.trainer.token_scores import score_tokens
 
 LOGITS_BYTES = 256 << 20
@@ -59,6 +66,7 @@ class Scorer:
         self._around = around
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._head = plain_head(model) if self._keeps_logits else None
+        self._shares = self._keeps_logits and may_share(model)
 
     def __call__(
         self,
@@ -72,8 +80,11 @@ class Scorer:
         ``keep_logits``: the logits too, divided by the temperature, with gradient.
         """
         targets = micro.input_ids[:, micro.prompt_width :]
+        if micro.shared is not None and self._shares and not is_proven(self.model):
+            self._prove(micro)
         if not keep_logits and self._head is not None and self._is_large(targets.numel()):
-            scores = self._in_parts(self._head, micro, targets, entropy, entropy_gradient)
+            in_parts = self._in_parts_shared if self._shared(micro) else self._in_parts
+            scores = in_parts(self._head, micro, targets, entropy, entropy_gradient)
             if scores is not None:
                 return scores
         logits = self.response_logits(micro)
@@ -85,6 +96,20 @@ class Scorer:
             return Scores(logprob, None, kept)
         entropies = token_entropy(logits if entropy_gradient else logits.detach())
         return Scores(logprob, entropies, kept)
+
+    def _shared(self, micro: MicroBatch) -> bool:
+        return micro.shared is not None and self._shares
+
+    @torch.no_grad()
+    def _prove(self, micro: MicroBatch) -> None:
+        """The first shared pass of a model is made both ways; from then on it is trusted."""
+        targets = micro.input_ids[:, micro.prompt_width :, None]
+        shared, plain = (
+            self.response_logits(m).log_softmax(dim=-1).gather(2, targets)[..., 0]
+            for m in (micro, replace(micro, shared=None))
+        )
+        mask = micro.attention_mask[:, micro.prompt_width :]
+        self._shares = prove(self.model, shared, plain, mask, self.autocast is not None)
 
     def _is_large(self, n_tokens: int) -> bool:
         assert self._head is not None
@@ -102,13 +127,8 @@ class Scorer:
         scored: list[Tensor] = []
 
         def score(hidden: Tensor) -> Tensor:
-            dtype = hidden.dtype if self.autocast is None else self.autocast
-            flat = hidden[:, -micro.response_width :].reshape(-1, hidden.shape[-1]).to(dtype)
-            goal = targets.reshape(-1)
-            found = score_tokens(
-                flat, head.weight, head.bias, goal, self.temperature, entropy, entropy_gradient
-            )
-            scored.extend(part.view(targets.shape) for part in found if part.numel())
+            hidden = hidden[:, -micro.response_width :]
+            scored.extend(self._scored(head, hidden, targets, entropy, entropy_gradient))
             return scored[0]
 
         with _replaced_forward(head, score):
@@ -119,12 +139,70 @@ class Scorer:
             return None
         return Scores(*scored)
 
+    def _in_parts_shared(
+        self,
+        head: torch.nn.Linear,
+        micro: MicroBatch,
+        targets: Tensor,
+        entropy: bool,
+        entropy_gradient: bool,
+    ) -> Optional[Scores]:
+        """As :meth:`_in_parts`; the head works once, on what both passes left for it."""
+        seen: list[Tensor] = []
+
+        def keep(hidden: Tensor) -> Tensor:
+            seen.append(hidden)
+            return hidden
+
+        assert micro.shared is not None
+        with _replaced_forward(head, keep):
+            outputs = self._outputs(micro)
+        if any(a is not b for a, b in zip(outputs, seen, strict=True)):
+            self._head = None
+            return None
+        hidden = join(outputs, micro.shared)
+        return Scores(*self._scored(head, hidden, targets, entropy, entropy_gradient))
+
+    def _scored(
+        self,
+        head: torch.nn.Linear,
+        hidden: Tensor,
+        targets: Tensor,
+        entropy: bool,
+        entropy_gradient: bool,
+    ) -> list[Tensor]:
+        """Log-probs and, where wanted, entropies ``[b, R]`` from hidden states ``[b, R, H]``."""
+        dtype = hidden.dtype if self.autocast is None else self.autocast
+        flat = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
+        goal, heat = targets.reshape(-1), self.temperature
+        found = score_tokens(flat, head.weight, head.bias, goal, heat, entropy, entropy_gradient)
+        return [part.view(targets.shape) for part in found if part.numel()]
+
     def response_logits(self, micro: MicroBatch) -> Tensor:
         """float32 ``[b, R, V]``, divided by the temperature."""
         logits = self._forward(micro)[:, -micro.response_width :].float()
         return logits if self.temperature == 1.0 else logits / self.temperature
 
     def _forward(self, micro: MicroBatch) -> Tensor:
+        """What the model says of at least the response's tokens, ``[b, R or more, ...]``."""
+        outputs = self._outputs(micro)
+        if not self._shared(micro):
+            return outputs[0]
+        assert micro.shared is not None
+        return join(outputs, micro.shared)
+
+    def _outputs(self, micro: MicroBatch) -> list[Tensor]:
+        device = micro.input_ids.device.type
+        with (
+            self._around(),
+            torch.autocast(device, self.autocast, enabled=self.autocast is not None),
+        ):
+            if self._shared(micro):
+                assert micro.shared is not None
+                return forward_shared(self.model, micro, micro.shared)
+            return [self.model(**self._inputs(micro)).logits]
+
+    def _inputs(self, micro: MicroBatch) -> dict[str, Any]:
         # the last token predicts nothing that is scored
         inputs: dict[str, Any] = {"input_ids": micro.input_ids[:, :-1], "use_cache": False}
         if micro.padded_left:
@@ -133,12 +211,7 @@ class Scorer:
             inputs |= {"attention_mask": mask, "position_ids": positions(mask)}
         if self._keeps_logits:
             inputs["logits_to_keep"] = micro.response_width
-        device = micro.input_ids.device.type
-        with (
-            self._around(),
-            torch.autocast(device, self.autocast, enabled=self.autocast is not None),
-        ):
-            return self.model(**inputs).logits
+        return inputs
 
 
 def plain_head(model: Any) -> Optional[torch.nn.Linear]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-GLOBAL = ("actor/", "critic/", "advantage/")
+GLOBAL = ("actor/", "critic/", "advantage/", "variance_proxy/")
 
 
 def merge_rank_metrics(ranks: Sequence[dict[str, float]], seconds: float) -> dict[str, float]:
@@ -33,7 +33,7 @@ def merge_rank_metrics(ranks: Sequence[dict[str, float]], seconds: float) -> dic
 
 
 def _merge(name: str, values: list[tuple[float, float]]) -> float:
-    if name.startswith(("time/", "perf/")) or name.endswith("_max"):
+    if name.startswith(("time/", "perf/max_")) or name.endswith("_max"):
         return max(value for value, _ in values)
     if name.endswith("_min"):
         return min(value for value, _ in values)

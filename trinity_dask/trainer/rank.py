@@ -31,14 +31,15 @@ from trinity_dask.models.protocol import (
     WeightReceipt,
     WeightUpdate,
 )
+from trinity_dask.models.shared_weights import SharedFiles
 from trinity_dask.models.weight_transfer import (
     Digest,
     WeightGroup,
     make_group,
     send,
     tensor_meta,
-    write_safetensors,
 )
+from trinity_dask.models.weight_urls import write_weights
 from trinity_dask.trainer.checkpoint import read_state, write_checkpoint
 from trinity_dask.trainer.engine import TrainEngine
 from trinity_dask.trainer.ensemble import Ensemble
@@ -49,8 +50,15 @@ from trinity_dask.trainer.parallel import close_mesh, open_mesh, shard
 from trinity_dask.trainer.policy_model import autocast_dtype, load_policy, torch_dtype
 from trinity_dask.trainer.roles import load_critic, load_reference, load_teacher
 from trinity_dask.trainer.row_metrics import describe_rows, max_memory_gb
-from trinity_dask.trainer.rows import RowSource, TrainInput, available_fields, row_lengths
+from trinity_dask.trainer.rows import (
+    RowSource,
+    TrainInput,
+    available_fields,
+    row_lengths,
+    stale_metrics,
+)
 from trinity_dask.trainer.settings import EngineSettings
+from trinity_dask.trainer.utilisation import Meter, model_flops, peak_tflops
 from trinity_dask.workflows.loading import load_plugins
 
 log = logging.getLogger(__name__)
@@ -64,8 +72,10 @@ class _Loaded:
     engine: TrainEngine
     model_path: str
     pad_token_id: int
+    meter: Meter
     group: Optional[WeightGroup] = None  # gradients
     weights: Optional[WeightGroup] = None  # to the engines
+    generation: int = 0  # of weights, or that is being joined
     step: int = 0  # the train step whose weights these are
 
 
@@ -81,6 +91,7 @@ class TrainerRank:
         self._loaded: Optional[_Loaded] = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"trainer-{rank}")
         self._together = Ensemble(rank, self._run_method, cfg.trainer.step_timeout_s)
+        self._shared = SharedFiles()  # what it has written for method memory
 
     @property
     def sharded(self) -> bool:
@@ -149,7 +160,9 @@ class TrainerRank:
             engine.load_state_dict(read_state(checkpoint).get("algorithm", {}))
         # padding is masked everywhere, so any valid id serves
         pad = getattr(model.config, "pad_token_id", None)
-        self._loaded = _Loaded(engine, model_path, 0 if pad is None else int(pad), group)
+        peak = peak_tflops(self.cfg.trainer.peak_tflops, self.device, engine.policy.autocast)
+        meter = Meter(model_flops(model), peak, whole=self.cfg.model.lora.rank == 0)
+        self._loaded = _Loaded(engine, model_path, 0 if pad is None else int(pad), meter, group)
         return {
             "parameters": sum(p.numel() for p in model.parameters()),
             "trained": sum(t.numel() for t in engine.policy.weight_tensors().values()),
@@ -242,7 +255,10 @@ class TrainerRank:
         metrics["time/update"] = time.perf_counter() - ready
         metrics["tokens"] = float(row_lengths(mine).sum())
         metrics["perf/max_memory_gb"] = max_memory_gb(self.device)
-        return metrics | (describe_rows(table) if self.rank == 0 else {})
+        metrics |= self._now.meter.of_step(batch, plan, metrics)
+        if self.rank == 0:
+            metrics |= describe_rows(table) | stale_metrics(table, train_input.min_version)
+        return metrics
 
     # checkpoints ------------------------------------------------------------------------
     async def save_checkpoint(
@@ -285,14 +301,21 @@ class TrainerRank:
         """Token ids below it are valid."""
         return int(self._now.engine.model.config.vocab_size)
 
-    async def open_weight_group(self, spec: WeightGroupSpec) -> None:
-        """Join generation ``spec.generation`` as rank 0; serves its store."""
+    async def open_weight_group(self, spec: WeightGroupSpec) -> Optional[float]:
+        """Join generation ``spec.generation`` as rank 0; serves its store. Returns the bytes per
+        second of a bare broadcast, if one was asked for."""
 
-        def join() -> None:
-            self._leave_weight_group()
-            self._now.weights = make_group(spec, 0, is_master=True, device=self.device)
-
-        await self._run(join)
+        now = self._now
+        now.generation = spec.generation
+        # not on the compute thread: the peers would wait for a train step to end, and the training
+        # for a peer that has died
+        await asyncio.to_thread(self._leave_weight_group)
+        group = await asyncio.to_thread(make_group, spec, 0, True, self.device)
+        if now.generation != spec.generation:  # given up meanwhile, and another one asked for
+            group.close()
+            raise RuntimeError(f"weight group generation {spec.generation} came too late")
+        now.weights = group
+        return group.bytes_per_s
 
     async def close_weight_group(self) -> None:
         if self._loaded is not None:
@@ -317,23 +340,30 @@ class TrainerRank:
         return await self._together.call("_send", update)
 
     def _send(self, update: WeightUpdate) -> WeightReceipt:
-        named = self._now.engine.policy.full_weights()
-        group = self._now.weights
+        policy, group = self._now.engine.policy, self._now.weights
+        policy.lay_out(update.meta, update.bucket_bytes)
+        named = policy.full_weights()
         if group is None:  # a peer, or closed meanwhile: the shards are wanted all the same
             return self._timed(lambda: _gather(named), update.version)
         return self._timed(
             lambda: send(group, named, update.meta, update.bucket_bytes), update.version
         )
 
-    async def write_weights(self, path: str, version: int) -> WeightReceipt:
-        """Write the current weights as one safetensors file, atomically."""
-        return await self._together.call("_write", path, version)
+    async def write_weights(
+        self, path: str, version: int, storage_options: Optional[dict[str, Any]] = None
+    ) -> WeightReceipt:
+        """Write the current weights to a file, or an fsspec URL, that appears whole."""
+        return await self._together.call("_write", path, version, storage_options)
 
-    def _write(self, path: str, version: int) -> WeightReceipt:
+    def _write(
+        self, path: str, version: int, storage_options: Optional[dict[str, Any]]
+    ) -> WeightReceipt:
         named = self._weights()
         if self.rank > 0:
             return self._timed(lambda: _gather(named), version)
-        return self._timed(lambda: write_safetensors(path, named), version)
+        if self.cfg.synchronizer.sync_method == "memory":
+            return self._timed(lambda: self._shared.write(path, named), version)
+        return self._timed(lambda: write_weights(path, named, storage_options), version)
 
     async def probe_logprobs(
         self, sequences: list[list[int]], temperature: float = 1.0
@@ -343,8 +373,7 @@ class TrainerRank:
         return await self._together.call("_probe", sequences, temperature)
 
     def _probe(self, sequences: list[list[int]], temperature: float) -> list[np.ndarray]:
-        engine = self._now.engine
-        return [engine.sequence_logprobs(ids, temperature) for ids in sequences]
+        return self._now.engine.sequence_logprobs(sequences, temperature)
 
     def _timed(self, work: Callable[[], Digest], version: int) -> WeightReceipt:
         start = time.perf_counter()

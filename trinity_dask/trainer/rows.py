@@ -20,13 +20,17 @@ from trinity_dask.experience.payload import decode
 
 @dataclass(frozen=True)
 class TrainInput:
-    """Rows by reference into a store, then rows by value (of ``experience.payload``)."""
+    """Rows by reference into a store, then rows by value (of ``experience.payload``).
+
+    Tokens of versions below ``min_version`` are masked; a row of unknown versions is not.
+    """
 
     store_url: Optional[str] = None
     storage_options: dict[str, Any] = field(default_factory=dict)
     refs: tuple[RowRef, ...] = ()
     payload: Optional[bytes] = None
     skip_corrupt: bool = False
+    min_version: int = 0
 
 
 class RowSource:
@@ -44,7 +48,8 @@ class RowSource:
             tables.append(decode(rows.payload)[0])
         if not tables:
             raise ValueError("a train input needs a payload or a store_url")
-        return pa.concat_tables(tables) if len(tables) > 1 else tables[0]
+        table = pa.concat_tables(tables) if len(tables) > 1 else tables[0]
+        return without_stale(table, rows.min_version)
 
     def _opened(self, rows: TrainInput) -> ExperienceStore:
         assert rows.store_url is not None
@@ -53,6 +58,38 @@ class RowSource:
                 rows.store_url, rows.storage_options, skip_corrupt=rows.skip_corrupt
             )
         return self._store
+
+
+def without_stale(table: pa.Table, min_version: int) -> pa.Table:
+    """``table`` with every token of a version below ``min_version`` out of its action mask."""
+    if not stale_metrics(table, min_version):
+        return table
+    masks = []
+    for versions, mask in zip(table["versions"], table["action_mask"], strict=True):
+        fresh = None
+        if versions.is_valid:
+            fresh = versions.values.to_numpy() >= min_version
+            if mask.is_valid:
+                fresh &= mask.values.to_numpy(zero_copy_only=False)
+        masks.append(mask.as_py() if fresh is None else fresh)
+    index = table.column_names.index("action_mask")
+    field = table.schema.field(index)
+    return table.set_column(index, field, pa.array(masks, field.type))
+
+
+def stale_metrics(table: pa.Table, min_version: int) -> dict[str, float]:
+    """``sample/stale_tokens``, ``sample/stale_rows``: masked for their age; empty for none."""
+    if min_version <= 0 or table.num_rows == 0:
+        return {}
+    known = table["versions"].drop_null()
+    stale = pc.less(pc.list_flatten(known), min_version)
+    if not pc.any(stale).as_py():
+        return {}
+    rows = pc.list_parent_indices(known).filter(stale)
+    return {
+        "sample/stale_tokens": float(pc.sum(stale).as_py()),
+        "sample/stale_rows": float(pc.count_distinct(rows).as_py()),
+    }
 
 
 def row_lengths(table: pa.Table) -> np.ndarray:

@@ -33,6 +33,8 @@ class EngineSettings:
     mini_batches: int = 1
     min_mini_batch_rows: int = 1
     micro_batch_tokens: int = 65_536
+    share_prompts: bool = True
+    variance_proxies: bool = False
     response_tokens: Optional[int] = None
     critic: CriticConfig = field(default_factory=CriticConfig)
 
@@ -52,6 +54,8 @@ class EngineSettings:
             mini_batches=trainer.mini_batches,
             min_mini_batch_rows=trainer.min_mini_batch_rows,
             micro_batch_tokens=trainer.micro_batch_tokens,
+            share_prompts=trainer.share_prompts,
+            variance_proxies=trainer.variance_proxies,
             response_tokens=cfg.model.max_response_tokens,
             critic=cfg.critic,
         )

@@ -107,6 +107,7 @@ class BufferSource:
             refs=sample.refs,
             payload=sample.payload,
             skip_corrupt=self._cfg.skip_corrupt,
+            min_version=sample.min_version,
         )
         return Feed(rows, sample.rows, sample, sample.metrics)
 

@@ -8,7 +8,8 @@ blank: it has no valid token and adds nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Optional
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from trinity_dask.trainer.batching import (
     take,
 )
 from trinity_dask.trainer.gradients import GradientGroup
+from trinity_dask.trainer.shared_prompts import prompt_numbers, shared_prompts
 
 
 @dataclass
@@ -32,6 +34,8 @@ class StepRows:
 
     ``batch`` gains tensors ``[B, R]`` phase by phase; ``unit`` rows are never separated.
     ``lockstep``: the models' passes are collective, so the ranks count them together.
+    ``share_prompts``: equal prompts of a pass are computed once, unless in lockstep, where all
+    ranks would have to agree on it in every pass.
     """
 
     batch: Batch
@@ -41,9 +45,14 @@ class StepRows:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     group: GradientGroup = field(default_factory=GradientGroup)
     lockstep: bool = False
+    share_prompts: bool = False
 
     def __post_init__(self) -> None:
         self.widths = Widths.of(self.batch)
+        self._prompts: Optional[np.ndarray] = None
+        if self.share_prompts and not self.lockstep:
+            ids, width = self.batch["input_ids"], int(self.batch["prompt_width"])
+            self._prompts = prompt_numbers(ids, self.widths.prompt, width)
         self.known: dict[str, Tensor] = {}  # bool [B]: rows that a tensor was filled for
         self.batch = {name: self._placed(value) for name, value in self.batch.items()}
 
@@ -69,9 +78,16 @@ class StepRows:
             counts = torch.tensor([wanted], device=self.group.device)
             wanted = int(self.group.max_(counts))
         for part in parts:
-            yield take(self.batch, part, self.widths)
+            yield self._pass(part)
         for _ in range(wanted - len(parts)):
             yield blank_batch(self.batch, self.unit)
+
+    def _pass(self, rows: np.ndarray) -> MicroBatch:
+        micro = take(self.batch, rows, self.widths)
+        if self._prompts is None:
+            return micro
+        shared = shared_prompts(self._prompts[rows], micro.prompt_width, micro.response_width)
+        return replace(micro, shared=shared)
 
     def put(self, name: str, micro: MicroBatch, values: Tensor) -> None:
         """Store ``[b, r]`` values of one pass; the tensor is made when it is not there."""

@@ -8,7 +8,7 @@ weights (or its shard of them).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Optional
 
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from trinity_dask.config.schema import OptimizerConfig
 from trinity_dask.models.lora import adapter_parameters, has_adapter
+from trinity_dask.models.protocol import TensorMeta
+from trinity_dask.models.weight_transfer import lay_out
 from trinity_dask.trainer.gradients import GradientGroup
 from trinity_dask.trainer.logprobs import LOGITS_BYTES, Scorer
 from trinity_dask.trainer.offload import optimizer_to_device, to_device
@@ -63,6 +65,7 @@ class TrainableModel:
         self.schedule = build_schedule(optimizer_cfg, total_steps)
         self.optimizer = build_optimizer(optimizer_cfg, module.parameters())
         self.device = next(module.parameters()).device
+        self._laid_out: Optional[tuple[Sequence[TensorMeta], int]] = None
         self._offload = offload
         self._resident = 1  # depth of on_device
         if offload:
@@ -143,6 +146,13 @@ class TrainableModel:
         Names are those of a saved model; with an adapter, those of peft's file.
         """
         return {name: parameter.detach() for name, parameter in self._named.items()}
+
+    def lay_out(self, meta: Sequence[TensorMeta], bucket_bytes: int) -> None:
+        """Have the weights lie in memory as they are sent (see
+        :func:`~trinity_dask.models.weight_transfer.lay_out`). A second call does nothing."""
+        if self._laid_out != (meta, bucket_bytes):
+            lay_out(self._named, meta, bucket_bytes)
+            self._laid_out = (meta, bucket_bytes)
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every trained weight by name, whole, each stored tensor once.

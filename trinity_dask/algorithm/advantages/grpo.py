@@ -116,15 +116,15 @@ class GRPOAdvantage:
             write(row, 0.0)
         if is_flat(rewards):
             return
-        center = mean(rewards)
+        center, divisor = mean(rewards), self._divisor(rewards, batch_std)
         for row, reward in zip(scored, rewards, strict=True):
-            write(row, self._scaled(reward - center, rewards, batch_std))
+            write(row, (reward - center) / divisor)
 
-    def _scaled(self, centered: float, rewards: list[float], batch_std: float) -> float:
+    def _divisor(self, rewards: list[float], batch_std: float) -> float:
         if self.std_cal_level == "none":
-            return centered
+            return 1.0
         width = batch_std if self.std_cal_level == "batch" else std(rewards)
-        return centered / (width + self.epsilon)
+        return width + self.epsilon
 
     def _copies(self, kept: list[list[Any]], n_groups: int, n_rows: int) -> list[Any]:
         """Copies of ``n_groups`` random groups, but never more than ``n_rows`` rows."""

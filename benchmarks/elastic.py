@@ -1,0 +1,147 @@
+"""Seconds until an engine that joins a live run, or replaces a killed one, serves its weights.
+
+A run in style ``fully_async`` starts with one engine, which says how long an engine takes by
+itself: from the start of its worker's process until it is ready to load weights. Then another
+worker is added, its engine joins, and its worker is killed. Both times are from the order (or
+the kill) until the engine takes requests with the weights that the other one serves.
+
+    OMP_NUM_THREADS=1 python benchmarks/elastic.py [--engine torch|vllm]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+RESULT = Path(__file__).parent / "results" / "elastic.json"
+LIMIT_S = 5.0  # more than an engine takes by itself
+WAIT_S = 240.0
+STAMP = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) .*?: (.*)$")
+
+
+def logged(log: Path, text: str) -> list[float]:
+    """The moments (epoch seconds) at which lines with ``text`` were logged."""
+    if not log.is_file():
+        return []
+    lines = (STAMP.match(line) for line in log.read_text(encoding="utf-8").splitlines())
+    stamps = [m[1] for m in lines if m is not None and text in m[2]]
+    return [datetime.strptime(s, "%Y-%m-%d %H:%M:%S,%f").timestamp() for s in stamps]
+
+
+def until(run: Any, true: Callable[[], Any]) -> Any:
+    """The first true answer; fails with the run."""
+    deadline = time.monotonic() + WAIT_S
+    while not (found := true()):
+        status = run.status
+        if status["state"] not in ("pending", "starting", "running"):
+            raise RuntimeError(f"the run ended: {status['state']}: {status.get('message')}")
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {WAIT_S:g} s; the run: {status}")
+        time.sleep(0.05)  # a log file has no wake-up
+    return found
+
+
+def kill_worker(log: Path) -> float:
+    """SIGKILL to the worker that writes ``log``; the moment."""
+    pids = re.findall(r"worker process (\d+) starts", log.read_text(encoding="utf-8"))
+    now = time.time()
+    os.kill(int(pids[-1]), signal.SIGKILL)
+    return now
+
+
+def config(root: Path, engine: str) -> Any:
+    from trinity_dask import load_config
+
+    return load_config(
+        "+experiment=sort_task",
+        f"engine={engine}",
+        "synchronizer=nccl",
+        "synchronizer.sync_style=fully_async",
+        "synchronizer.in_flight=keep",
+        f"checkpoint_root_dir={root}",
+        "name=elastic",
+        f"prepare_args.dir={root}/data",
+        "prepare_args.n_train=512",
+        "prepare_args.n_eval=8",
+        "buffer.batch_size=8",
+        "buffer.total_steps=100000",
+        "algorithm.repeat_times=8",
+        "explorer.eval_interval=0",
+        "explorer.eval_on_startup=false",
+        "monitor.sinks=[jsonl]",
+        "monitor.progress=off",
+    )
+
+
+def measure(root: Path, engine: str) -> dict[str, float]:
+    from trinity_dask import Run
+
+    with Run(config(root, engine)) as run:
+        run.start()
+        job = Path(run.job_dirs[0])
+        logs = [path / "log" for path in (job, job.parent)]
+        log = next((path for path in logs if path.is_dir()), job / "log")
+        control = log / "control-0.log"
+        until(run, lambda: run.status.get("model_version", 0) >= 2)
+        begun = logged(log / "rollout-0.log", "worker process")[0]
+        alone_s = logged(control, "engine engine-0 ready to load weights")[0] - begun
+
+        ordered = time.time()
+        run.scale("rollout", 2)
+        joined = until(run, lambda: logged(control, "engine engine-1 has joined and serves"))
+        version = run.status["model_version"]
+        until(run, lambda: run.status["model_version"] > version + 1)
+
+        killed = kill_worker(log / "rollout-1.log")
+        again = until(run, lambda: logged(control, "engine engine-1 serves again"))
+        version = run.status["model_version"]
+        until(run, lambda: run.status["model_version"] > version + 1)
+        found = {
+            "start_s": alone_s,
+            "join_s": joined[0] - ordered,
+            "rebirth_s": again[0] - killed,
+            "versions": float(run.status["model_version"]),
+        }
+        run.stop()
+        run.wait(timeout=WAIT_S)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engine", default="torch")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        found = measure(Path(directory), args.engine)
+    limit_s = found["start_s"] + LIMIT_S
+    within = max(found["join_s"], found["rebirth_s"]) <= limit_s
+    result = {
+        args.engine: found,
+        "limit_s": limit_s,
+        "within_limit": within,
+        "load_average": os.getloadavg()[0],
+        "cpus": os.cpu_count(),
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=2) + "\n")
+    print("| engine | its own start | joins after | replaced after | allowed |")
+    print("|---|---|---|---|---|")
+    print(
+        f"| {args.engine} | {found['start_s']:.1f} s | {found['join_s']:.1f} s | "
+        f"{found['rebirth_s']:.1f} s | {limit_s:.1f} s |"
+    )
+    return 0 if within else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

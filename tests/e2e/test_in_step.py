@@ -1,0 +1,112 @@
+"""On-policy means on-policy: a run at lag 0 is a plain loop in one process, bit by bit."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from small_jobs import STEPS, SmallJobs
+
+from trinity_dask import Config
+from trinity_dask.explorer.processing import Processing
+from trinity_dask.explorer.subtask import RunnerSettings
+from trinity_dask.explorer.taskset_reader import TasksetReader
+from trinity_dask.explorer.workflow_runner import WorkflowRunner
+from trinity_dask.launcher.specs import engine_specs
+from trinity_dask.models.protocol import WeightUpdate
+from trinity_dask.models.torch_engine import TorchEngine
+from trinity_dask.models.wrapper import ModelWrapper, load_tokenizer
+from trinity_dask.monitor.history import load_metrics
+from trinity_dask.trainer.checkpoint import WEIGHTS, latest_complete
+from trinity_dask.trainer.rank import TrainerRank
+from trinity_dask.trainer.rows import TrainInput
+
+WORDS = [
+    "explorer.rollout_model.deterministic=true",
+    "algorithm.optimizer.lr=0.02",  # weights that move, so that a wrong version would show
+    "algorithm.optimizer.lr_warmup_steps=0",
+    "trainer.save_interval=1",
+]
+
+
+class Loop:
+    """Sample, reward, train, copy the weights: no cluster, no buffer, no waiting."""
+
+    def __init__(self, cfg: Config, directory: str) -> None:
+        self.cfg, self.file = cfg, f"{directory}/weights.safetensors"
+        self.engine = TorchEngine(engine_specs(cfg)[0])
+        self.settings = RunnerSettings.from_config(cfg)
+        self.tokenizer = load_tokenizer(cfg.model.model_path)
+        self.runner = WorkflowRunner(self.model)
+        self.processing = Processing(cfg)
+        self.rank = TrainerRank(cfg, 0, 1)
+        self.losses: list[float] = []
+
+    def model(self, rollout_args: Any) -> ModelWrapper:
+        seed = self.settings.request_seed
+        return ModelWrapper(
+            self.engine, self.tokenizer, self.settings.model, rollout_args or {}, request_seed=seed
+        )
+
+    async def run(self) -> dict[str, torch.Tensor]:
+        await self.engine.prepare()
+        await self.rank.prepare("127.0.0.1:0", 1, self.cfg.model.model_path, None)
+        tasks = TasksetReader(self.cfg)
+        for step in range(1, STEPS + 1):
+            await self.train(step, await self.sample(step, tasks.read()))
+        found = {name: t.clone() for name, t in self.rank._weights()}
+        await self.engine.close()
+        await self.rank.close()
+        return found
+
+    async def sample(self, step: int, tasks: Any) -> pa.Table:
+        payloads = []
+        for number, task in enumerate(tasks):
+            task.batch_id, task.task_id = step, number
+            payloads.append((await self.runner.run_task(task, step, task.repeat_times))[1])
+        return self.processing.process(payloads)[0]
+
+    async def train(self, step: int, table: pa.Table) -> None:
+        self.rank._source.read = lambda _: table  # type: ignore[method-assign]
+        metrics = await self.rank.train_step(TrainInput(), step)
+        self.losses.append(metrics["actor/final_loss"])
+        await self.rank.write_weights(self.file, step)
+        await self.engine.update_weights(WeightUpdate(step, "memory", path=self.file))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("fixed", ["synchronizer=nccl", "synchronizer.sync_style=fixed"]),
+        (
+            "async",
+            [
+                "synchronizer=memory",
+                "synchronizer.sync_style=fully_async",
+                "synchronizer.max_staleness=0",
+            ],
+        ),
+    ],
+)
+def test_fault_19_at_lag_0_a_run_is_the_plain_loop_bit_by_bit(
+    jobs: SmallJobs, name: str, keys: list[str]
+) -> None:
+    run = jobs.finish(*WORDS, *keys, name=name)
+    (cfg,) = run.stages
+    torch.set_num_threads(1)
+    loop = Loop(cfg, str(jobs.root))
+    expected = asyncio.run(asyncio.wait_for(loop.run(), 240))
+
+    from safetensors.torch import load_file
+
+    found = load_file(str(latest_complete(jobs.dir(name)) / WEIGHTS))
+    assert found.keys() == expected.keys()
+    for tensor in expected:
+        assert torch.equal(found[tensor], expected[tensor]), tensor
+    frame = load_metrics(jobs.dir(name)).dropna(subset=["actor/final_loss"])
+    assert list(frame["actor/final_loss"]) == loop.losses
+    assert len(set(loop.losses)) == STEPS  # it did train

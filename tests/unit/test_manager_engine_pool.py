@@ -1,0 +1,239 @@
+"""Engines that die, come back, join and leave at any moment, beside transfers.
+
+The cluster is played here: actors, their deaths and their calls are objects of this process, so
+that every order of events can be had. The pool is the real one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trinity_dask.cluster.rpc import ActorHandle, ActorLost
+from trinity_dask.manager import engine_pool
+from trinity_dask.manager.engine_pool import EnginePool
+from trinity_dask.manager.weight_group import Member, WeightGroup
+from trinity_dask.models.protocol import EngineSpec
+
+AWAY_TICKS = 5  # a killed worker is back after these
+PATIENCE_TICKS = 25  # and one that is not back after these is not waited for
+SLOTS = ("engine-0", "engine-1", "engine-2")
+
+
+@dataclass(eq=False)
+class Actor:
+    slot: str
+    alive: bool = True
+    version: Optional[int] = None  # None: the start model
+    open: bool = False
+
+
+@dataclass(eq=False)
+class Ref:
+    handle: ActorHandle
+    actor: Actor
+    lost: list[Callable[..., None]] = field(default_factory=list)
+
+
+class World:
+    """Workers by slot, the actors on them, and the version that was sent last."""
+
+    def __init__(self, start: tuple[str, ...]) -> None:
+        self.present = set(start)
+        self.actors: dict[str, Actor] = {}  # by key
+        self.refs: list[Ref] = []
+        self.version = 0
+        self.lock = asyncio.Lock()
+        self.pool = EnginePool(
+            [self.spec(slot) for slot in start], "run", 1.0, max_restarts=50, spec_of=self.spec
+        )
+        self.pool.on_reborn = self.bring
+        self.pool._arrivals = self  # type: ignore[assignment]
+        engine_pool.create_actor, engine_pool.recreate_actor = self.create, self.recreate
+        engine_pool.rpc, engine_pool.on_lost = self.rpc, self.on_lost
+        engine_pool.release_actor = self.release
+
+    @staticmethod
+    def spec(slot: str) -> EngineSpec:
+        return EngineSpec(slot, "fake", "")
+
+    # the cluster ------------------------------------------------------------------------
+    async def create(self, cls: type, spec: EngineSpec, *, slot: str, key: str, timeout: float):
+        actor = await self._placed(slot)
+        self.actors[key] = actor
+        self.refs.append(Ref(ActorHandle(key, "tcp://host", slot), actor))
+        return self.refs[-1]
+
+    async def recreate(self, ref: Ref, timeout: float) -> Ref:
+        ref.actor = self.actors[ref.handle.key] = await self._placed(ref.handle.slot)
+        return ref
+
+    async def _placed(self, slot: str) -> Actor:
+        for _ in range(PATIENCE_TICKS):
+            await asyncio.sleep(0)
+            if slot in self.present:
+                return Actor(slot)
+        raise TimeoutError(f"no worker carries slot {slot}")
+
+    async def rpc(self, handle: ActorHandle, method: str, *args: Any, timeout: float) -> Any:
+        actor = self.actors[handle.key]
+        for _ in range(2):
+            if not actor.alive:
+                raise ActorLost(handle, method, None)
+            await asyncio.sleep(0)
+        if method == "open":
+            assert actor.version is None or actor.version <= self.version
+            actor.open = True
+        return {}
+
+    def on_lost(self, ref: Ref, callback: Callable[..., None]) -> None:
+        ref.lost.append(callback)
+        if not ref.actor.alive:
+            self._tell(ref)
+
+    def _tell(self, ref: Ref) -> None:
+        callbacks, ref.lost = ref.lost, []
+        for callback in callbacks:
+            asyncio.get_running_loop().call_soon(callback, ref)
+
+    async def release(self, ref: Ref) -> None:
+        ref.lost.clear()
+
+    def look(self) -> None:
+        for slot in sorted(self.present):
+            asyncio.get_running_loop().call_soon(self.pool._present, slot)
+
+    # events -----------------------------------------------------------------------------
+    def kill(self, slot: str, comes_back: bool = True) -> None:
+        for ref in self.refs:
+            if ref.actor.slot == slot and ref.actor.alive:
+                ref.actor.alive = False
+                self._tell(ref)
+        if slot in self.present:
+            self.present.discard(slot)
+            if comes_back:
+                asyncio.get_running_loop().create_task(self._revive(slot))
+
+    async def _revive(self, slot: str) -> None:
+        for _ in range(AWAY_TICKS):
+            await asyncio.sleep(0)
+        self.arrive(slot)
+
+    def arrive(self, slot: str) -> None:
+        self.present.add(slot)
+        self.look()
+
+    # weights ----------------------------------------------------------------------------
+    async def bring(self, slot: str) -> None:
+        async with self.lock:
+            await self._load(slot, self.version)
+
+    async def _load(self, slot: str, version: int) -> None:
+        await self.rpc(self.pool.handle(slot), "update_weights", timeout=1.0)
+        self.actors[self.pool.handle(slot).key].version = version
+
+    async def transfer(self) -> None:
+        """To everybody who takes part; a loss on the way costs another attempt."""
+        while self.pool.failure is None:
+            await self.pool.wait_present(60.0)
+            try:
+                async with self.lock:
+                    slots = self.pool.slots()
+                    await asyncio.gather(*(self._load(s, self.version + 1) for s in slots))
+                    if slots:
+                        self.version += 1
+                        return
+            except ActorLost:
+                await self.pool.look_for_lost()
+
+    def check(self) -> None:
+        """Nobody serves an older version than the last one that was sent to all."""
+        for slot, engine in self.pool._engines.items():
+            actor = self.actors[engine.ref.handle.key]
+            if actor.open and engine.holds:
+                assert (actor.version or 0) >= self.version - self.lock.locked(), slot
+
+
+EVENTS = st.tuples(
+    st.integers(0, 120), st.sampled_from(["kill", "leave", "arrive", "transfer"]),
+    st.sampled_from(SLOTS),
+)  # fmt: skip
+
+
+async def play(start: tuple[str, ...], events: list[tuple[int, str, str]]) -> World:
+    world = World(start)
+    for spec in world.pool.specs:
+        await world.pool._start_one(spec)
+    await world.pool.mark_ready(world.pool.slots())
+    tasks = []
+    for tick in range(121):
+        for _, event, slot in (e for e in events if e[0] == tick):
+            if event == "transfer":
+                tasks.append(asyncio.ensure_future(world.transfer()))
+            elif event == "arrive":
+                world.arrive(slot)
+            else:
+                world.kill(slot, comes_back=event == "kill")
+        await asyncio.sleep(0)
+        world.check()
+    for _ in range(400):  # until everything that was begun has ended
+        await asyncio.sleep(0)
+        world.check()
+    results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+    if world.pool.failure is None:
+        assert results == [None] * len(tasks)
+    return world
+
+
+@pytest.fixture(autouse=True, scope="module")
+def played_cluster():
+    names = ("create_actor", "recreate_actor", "rpc", "on_lost", "release_actor")
+    before = {name: getattr(engine_pool, name) for name in names}
+    yield
+    for name, value in before.items():
+        setattr(engine_pool, name, value)
+
+
+@settings(max_examples=150, deadline=None)
+@given(n=st.integers(1, 3), events=st.lists(EVENTS, max_size=12))
+def test_whoever_is_there_serves_the_newest_version(
+    n: int, events: list[tuple[int, str, str]]
+) -> None:
+    world = asyncio.run(play(SLOTS[:n], events))
+    pool = world.pool
+    if pool.failure is not None:
+        assert "is lost: no worker carries slot" in str(pool.failure)
+        return
+    assert pool.slots() == sorted(world.present & set(pool._engines))
+    assert world.present <= set(pool._engines), "a worker is there and its engine is not"
+    for slot in pool.slots():
+        actor = world.actors[pool.handle(slot).key]
+        assert actor.alive
+        assert actor.open
+        assert (actor.version or 0) == world.version
+    assert pool.n_ready == len(pool.slots())
+
+
+def test_a_change_of_members_is_a_new_generation() -> None:
+    group = WeightGroup(backend="gloo", timeout_s=1.0)
+    two = (Member("engine-0", "a"), Member("engine-1", "b", ranks=2))
+    specs = group.next_generation("t", two, "host", 1)
+    assert {s: (p.rank_offset, p.world_size) for s, p in specs.items()} == {
+        "trainer": (0, 4), "engine-0": (1, 4), "engine-1": (2, 4),
+    }  # fmt: skip
+    assert not group.is_current("t", two)
+    group.mark_formed()
+    assert group.is_current("t", two)
+    for other in (two[:1], (two[0], Member("engine-1", "c", 2)), (*two, Member("engine-2", "d"))):
+        assert not group.is_current("t", other)
+    assert not group.is_current("another trainer", two)
+    group.next_generation("t", two[:1], "host", 1)
+    assert group.generation == 2
+    with pytest.raises(ValueError, match="at least one engine"):
+        group.next_generation("t", (), "host", 1)

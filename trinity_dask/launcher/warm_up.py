@@ -1,0 +1,100 @@
+"""Workers import what their role needs while the control worker still prepares the job.
+
+Invariant: nothing depends on it. What cannot be imported is reported by whoever needs it; and
+no actor is created while its worker still imports, because two threads that import packages
+with cyclic imports may see half of a module.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Optional
+
+from distributed import Future
+
+from trinity_dask.cluster.context import worker_client
+from trinity_dask.cluster.placement import slot_labels
+from trinity_dask.cluster.slots import engine_slot, slot_resource, trainer_slot
+from trinity_dask.config import modes
+from trinity_dask.config.schema import Config
+
+log = logging.getLogger("trinity_dask.launcher")
+
+WAIT_S = 60.0
+MODEL_CLASSES = "transformers.models.auto.modeling_auto"
+TRAINER_MODULES = ("trinity_dask.trainer.rank", "transformers.modeling_utils", MODEL_CLASSES)
+# vLLM's environment is set before anything of it, or of torch's compiler, is imported
+ENGINE_MODULES = {
+    "torch": ("trinity_dask.models.torch_engine", "transformers.modeling_utils", MODEL_CLASSES),
+    "vllm": ("torch",),
+}
+
+
+class WarmUp:
+    """Imports on the workers of ``stages``, as an asynchronous context manager.
+
+    To be used on the event loop of a worker.
+    """
+
+    def __init__(self, stages: Iterable[Config]) -> None:
+        self._modules = modules_by_slot(stages)
+        self._futures: list[Future] = []
+
+    async def __aenter__(self) -> WarmUp:
+        try:
+            client = await worker_client()
+            present = await slot_labels(client)
+        except (OSError, RuntimeError) as error:
+            log.info("the workers are not warmed up: %s", error)
+            return self
+        for slot in sorted(present & self._modules.keys()):
+            future = client.submit(
+                import_modules,
+                self._modules[slot],
+                resources={slot_resource(slot): 1},
+                pure=False,
+            )
+            self._futures.append(future)
+        return self
+
+    async def wait(self, timeout_s: float = WAIT_S) -> None:
+        """Until every worker has imported its modules; they have plenty of time for it."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.gather(*(future.exception() for future in self._futures))
+        except TimeoutError:
+            log.warning("workers still import after %g s; going on", timeout_s)
+
+    async def __aexit__(
+        self,
+        kind: Optional[type[BaseException]],
+        error: Optional[BaseException],
+        trace: Optional[TracebackType],
+    ) -> None:
+        for future in self._futures:
+            future.release()
+
+
+def modules_by_slot(stages: Iterable[Config]) -> dict[str, tuple[str, ...]]:
+    """What the workers with these slots will import when their actors are made."""
+    found: dict[str, tuple[str, ...]] = {}
+    for stage in stages:
+        cluster, engine = stage.cluster, stage.explorer.rollout_model.engine_type
+        if modes.trains(stage.mode):
+            slots = [trainer_slot(rank) for rank in range(cluster.trainer.n_workers)]
+            found.update(dict.fromkeys(slots, TRAINER_MODULES))
+        if modes.samples(stage.mode) and engine in ENGINE_MODULES:
+            first = cluster.rollout.first_index or 0
+            slots = [engine_slot(first + i) for i in range(cluster.rollout.n_workers)]
+            found.update(dict.fromkeys(slots, ENGINE_MODULES[engine]))
+    return found
+
+
+def import_modules(names: tuple[str, ...]) -> None:
+    """Runs in a thread of the worker."""
+    for name in names:
+        importlib.import_module(name)
