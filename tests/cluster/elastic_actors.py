@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import time
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -62,6 +61,8 @@ class ElasticHost:
         self.stack.push_async_callback(self.transport.teardown)
         self.stack.push_async_callback(asyncio.to_thread, self.transport.remove_files)
         self.sync.attach_explorer("explorer", self.pool, self.transport)
+        self.failed = 0  # attempts to send a version
+        self.sync._carrier._load_once = self.counted(self.sync._carrier._load_once)
         await self.sync.initial_sync(0, 0)
         self.step = 0
         self.ending = asyncio.Event()
@@ -69,6 +70,16 @@ class ElasticHost:
 
     def spec(self, slot: str) -> Optional[EngineSpec]:
         return EngineSpec(slot, "fake", "", {})
+
+    def counted(self, load_once: Any) -> Any:
+        async def load(name: str, version: int) -> None:
+            try:
+                await load_once(name, version)
+            except Exception:
+                self.failed += 1
+                raise
+
+        return load
 
     async def train(self) -> None:
         for step in itertools.count(1):
@@ -108,8 +119,7 @@ class ElasticHost:
             "failure": str(self.pool.failure),
             "generation": self.transport.group.generation,
             "members": [member.slot for member in self.transport.group.members],
-            "transfers": self.sync._carrier.transfers,
-            "at": time.monotonic(),
+            "failed": self.failed,
         }
 
     async def engine(self, slot: str) -> dict[str, Any]:

@@ -107,11 +107,14 @@ def test_a_rank_that_dies_inside_a_broadcast_costs_one_retry(live: Live) -> None
     live.until(lambda facts: facts["version"] > died["version"])  # with engine-0 alone
     back = live.until(lambda facts: facts["ready"] == 2)
     assert back["generation"] > before["generation"]
-    live.new_version()
+    assert live.new_version()["failed"] == 1
     live.end(["engine-0", "engine-1"])
 
 
-@pytest.mark.parametrize("live", [Shape("memory", max_restarts=1)], indirect=True)
+PATIENT = Shape("memory", max_restarts=1, rejoin_timeout_s=WAIT_S)
+
+
+@pytest.mark.parametrize("live", [PATIENT], indirect=True)
 def test_an_engine_that_dies_again_and_again_is_left_out(live: Live) -> None:
     live.until(lambda facts: facts["ready"] == 2)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Modes ``colocate`` and ``bench`` as a user runs them, over one small job."""
+"""Modes ``colocate`` and ``bench`` over one small job."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from distributed import Client
+from distributed import Client, LocalCluster
 from small_jobs import command
 
 from trinity_dask import Run, load_config
@@ -16,12 +16,18 @@ NAME = "name=job"
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def job(tmp_path_factory: pytest.TempPathFactory, cluster: LocalCluster) -> Path:
     """A finished job of 60 supervised steps and 4 GRPO steps, trained colocated."""
     root = tmp_path_factory.mktemp("modes")
-    done = command(root, NAME, "stages.1.mode=colocate", "trainer.max_checkpoints_to_keep=0")
-    assert done.returncode == 0, done.stderr[-2000:]
+    with Client(cluster) as client:
+        run_on(client, root, "stages.1.mode=colocate", "trainer.max_checkpoints_to_keep=0")
     return root / "trinity-dask" / "job"
+
+
+def run_on(client: Client, root: Path, *words: str) -> None:
+    miniature = ("+experiment=sort_digits_tiny", "engine=torch", f"checkpoint_root_dir={root}")
+    with Run(load_config(*miniature, NAME, *words), client) as run:
+        assert run.wait(timeout=280)["state"] == "done"
 
 
 def contents(job: Path) -> dict[str, bytes]:
@@ -66,10 +72,7 @@ def _a_killed_benchmark_goes_on(job: Path, client: Client) -> None:
     meta = json.loads(path.read_text())
     del meta["results"]["4"]
     path.write_text(json.dumps(meta))
-    root = f"checkpoint_root_dir={job.parents[1]}"
-    miniature = ("+experiment=sort_digits_tiny", "engine=torch", root)
-    with Run(load_config(*miniature, NAME, "mode=bench"), client) as again:
-        assert again.wait(timeout=280)["state"] == "done"
+    run_on(client, job.parents[1], "mode=bench")
     found = results(job, "grpo")
     assert scores(found) == scores(whole)
     assert found["2"] == whole["2"]  # times included: it was not measured again

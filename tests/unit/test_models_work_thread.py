@@ -6,6 +6,7 @@ import threading
 import pytest
 from models_support import run
 
+from trinity_dask.models import work_thread
 from trinity_dask.models.work_thread import WorkThread
 
 
@@ -32,6 +33,29 @@ def test_results_keep_their_requests_and_batches_their_limit():
     run(main())
     assert [r for batch in batches for r in batch] == [1, 2, 3, 1, 9, 1, 1, 1]
     assert all(sum(batch) <= 4 or len(batch) == 1 for batch in batches)
+
+
+def test_requests_that_come_one_after_another_become_one_batch(monkeypatch):
+    """However many they are: each waits for the next one, until the longest wait is over."""
+    monkeypatch.setattr(work_thread, "QUIET_S", 5.0)
+    monkeypatch.setattr(work_thread, "LINGER_S", 60.0)
+    batches = []
+
+    def process(requests):
+        batches.append(len(requests))
+        return requests
+
+    async def main():
+        thread = make(process, max_weight=40)
+        tasks = []
+        for _ in range(40):  # the last one fills the batch
+            tasks.append(asyncio.ensure_future(thread.submit(1)))
+            await asyncio.sleep(0.001)
+        await asyncio.gather(*tasks)
+        await thread.close()
+
+    run(main())
+    assert batches == [40]
 
 
 def test_an_error_reaches_every_request_of_its_batch_and_no_other():

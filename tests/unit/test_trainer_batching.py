@@ -31,10 +31,12 @@ def lengths(n, seed=0):
     parts=st.integers(1, 5),
     epochs=st.integers(1, 3),
     least=st.integers(1, 20),
+    grouped=st.booleans(),
 )
-def test_every_row_is_trained_once_per_epoch_on_one_rank(n, world, parts, epochs, least):
+def test_every_row_is_trained_once_per_epoch_on_one_rank(n, world, parts, epochs, least, grouped):
     options = {
         **PLAN,
+        "groups": np.arange(n) // 3 if grouped else None,
         "epochs": epochs,
         "mini_batches": parts,
         "min_mini_batch_rows": least,
@@ -48,7 +50,8 @@ def test_every_row_is_trained_once_per_epoch_on_one_rank(n, world, parts, epochs
         mine = [plan.rows[plan.updates[index]] for plan in plans]
         assert sorted(np.concatenate(mine)) == sorted(alone.rows[whole])
         seen.extend(np.concatenate(mine))
-        assert max(map(len, mine)) - min(map(len, mine)) <= 1
+        if not grouped:
+            assert max(map(len, mine)) - min(map(len, mine)) <= 1
     assert sorted(seen) == sorted(list(range(n)) * epochs)
 
 
@@ -68,6 +71,18 @@ def test_ranks_get_equal_work_from_unequal_rows():
         for r in range(4)
     ]
     assert max(work) < 1.1 * min(work)
+
+
+def test_rows_of_one_prompt_go_to_one_rank_as_far_as_work_stays_equal():
+    groups, tokens = np.repeat(np.arange(64), 32), lengths(2048)
+    options = {**PLAN, "mini_batches": 4, "groups": groups}
+    plans = [plan_updates(tokens, rank=r, world_size=2, **options) for r in range(2)]
+    for update in range(4):
+        rows_of = [plan.rows[plan.updates[update]] for plan in plans]
+        both = np.intersect1d(*(groups[r] for r in rows_of))
+        assert len(both) <= 1  # the group that the cut goes through
+        work = [tokens[r].sum() for r in rows_of]
+        assert max(work) - min(work) <= 2 * tokens.max()
 
 
 @pytest.mark.parametrize(

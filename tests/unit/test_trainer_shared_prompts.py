@@ -14,7 +14,6 @@ from trinity_dask.config.schema import LoraConfig
 from trinity_dask.experience import EID, Experience
 from trinity_dask.models.lora import add_adapter
 from trinity_dask.trainer.batching import MicroBatch
-from trinity_dask.trainer.gradients import GradientGroup
 from trinity_dask.trainer.logprobs import Scorer
 from trinity_dask.trainer.shared_prompts import may_share, shared_prompts
 from trinity_dask.trainer.step_rows import StepRows
@@ -139,7 +138,7 @@ def test_bfloat16_stays_as_near_to_float32_as_the_plain_pass():
     assert may_share(model)
 
 
-@pytest.mark.parametrize("case", ["few", "short", "off", "lockstep"])
+@pytest.mark.parametrize("case", ["few", "short", "off"])
 def test_rows_are_computed_alone_where_sharing_saves_little_or_is_off(case):
     if case == "few":
         assert shared_prompts(np.arange(8), 100, 10) is None
@@ -148,8 +147,7 @@ def test_rows_are_computed_alone_where_sharing_saves_little_or_is_off(case):
     else:
         batch = batch_of(groups())
         plan = engine().plan(batch["lengths"].numpy(), 1)
-        options = {"share_prompts": False} if case == "off" else {"lockstep": True}
-        rows = StepRows(batch, plan, 1 << 20, group=GradientGroup(), **options)
+        rows = StepRows(batch, plan, 1 << 20, share_prompts=False)
         assert all(micro.shared is None for micro in rows.passes(plan.updates[0]))
 
 

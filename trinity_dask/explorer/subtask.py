@@ -20,6 +20,7 @@ from typing import Any, Optional
 import numpy as np
 
 from trinity_dask.cluster.context import current_worker
+from trinity_dask.cluster.settled import settle
 from trinity_dask.cluster.slots import ROLLOUT, RUNNER, own_engine_slots
 from trinity_dask.cluster.watch_plugin import add_report
 from trinity_dask.config.schema import Config
@@ -140,6 +141,7 @@ async def warm_up(settings: RunnerSettings) -> None:
         await asyncio.to_thread(_prepare, settings)
         # the first conversion has pyarrow import pandas: not on the event loop, then
         await asyncio.to_thread(encode, [Experience(np.arange(2))], {})
+        settle()
     except (LoadError, ValueError) as error:
         log.warning("%s cannot be made ready: %s", _worker_name(), error)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from trinity_dask.buffer.experience_buffer import ExperienceBuffer
+from trinity_dask.cluster.settled import settle
 from trinity_dask.config import save as save_config
 from trinity_dask.config.schema import Config
 from trinity_dask.explorer.engine_weights import EngineWeights
@@ -184,6 +185,7 @@ class StageRunner:
             end_writes=end_writes,
         )
         await self.explorer.prepare()
+        settle()
         return self.explorer
 
     # accounts ---------------------------------------------------------------------------

@@ -227,10 +227,12 @@ class EnginePool:
     def _worked_on(self, slot: str, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         self._busy.discard(slot)
+        if self._closing:
+            return
         engine = self._engines.get(slot)
         if engine is not None and engine.holds:
             self._watch(engine)  # only now: a loss is nobody's business while it is busy
-        elif not self._closing and self._arrivals is not None:
+        elif self._arrivals is not None:
             self._arrivals.look()  # its worker may have come in the meantime
 
     async def _rebuild(self, engine: _Engine) -> None:

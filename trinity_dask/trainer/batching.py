@@ -75,13 +75,15 @@ def plan_updates(
     world_size: int = 1,
     unit: int = 1,
     critic: Optional[Cut] = None,
+    groups: Optional[np.ndarray] = None,
 ) -> UpdatePlan:
     """Cut a step of ``len(lengths)`` rows into updates and take this rank's share.
 
     Units of ``unit`` neighbouring rows (a preference pair) stay together and in order. They
     are shuffled by (seed, step) in every epoch; inside a mini-batch they are dealt to the
-    ranks longest first, back and forth, so that the ranks have equal work. ``critic`` cuts
-    the same rows once more, for the critic's updates.
+    ranks longest first, back and forth, so that the ranks have equal work. With ``groups``
+    (int64 ``[B]``, equal for rows that share a prompt) a rank gets whole groups as far as
+    equal work allows. ``critic`` cuts the same rows once more, for the critic's updates.
 
     Raises:
         ValueError: the rows are not whole units.
@@ -92,7 +94,8 @@ def plan_updates(
         )
 
     def shares(cut: Cut) -> list[np.ndarray]:
-        return _shares(lengths, cut, np.random.default_rng((seed, step)), rank, world_size, unit)
+        deal = _Deal(lengths, groups, rank, world_size, unit)
+        return _shares(deal, cut, np.random.default_rng((seed, step)))
 
     actor = shares(Cut(epochs, mini_batches, min_mini_batch_rows))
     of_critic = [] if critic is None else shares(critic)
@@ -108,34 +111,49 @@ def plan_updates(
     )
 
 
-def _shares(
-    lengths: np.ndarray,
-    cut: Cut,
-    generator: np.random.Generator,
-    rank: int,
-    world_size: int,
-    unit: int,
-) -> list[np.ndarray]:
-    """The global rows of this rank in every update."""
-    of_units = lengths.reshape(-1, unit).sum(axis=1)
-    parts = n_mini_batches(len(of_units), cut.mini_batches, -(-cut.min_mini_batch_rows // unit))
+@dataclass(frozen=True)
+class _Deal:
+    """Which units of a mini-batch one rank gets."""
+
+    lengths: np.ndarray
+    groups: Optional[np.ndarray]
+    rank: int
+    world_size: int
+    unit: int
+
+    def of_units(self) -> np.ndarray:
+        """Tokens of each unit."""
+        return self.lengths.reshape(-1, self.unit).sum(axis=1)
+
+    def share(self, chunk: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        if self.world_size == 1:
+            return chunk
+        if self.groups is None:
+            return self._back_and_forth(chunk, tokens)
+        order = chunk[np.argsort(self.groups[:: self.unit][chunk], kind="stable")]
+        middle = np.cumsum(tokens[order]) - tokens[order] / 2
+        part = (middle * self.world_size / max(int(tokens[order].sum()), 1)).astype(np.int64)
+        return order[part == self.rank]
+
+    def _back_and_forth(self, chunk: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        order = chunk[np.argsort(-tokens[chunk], kind="stable")]
+        turn = np.arange(len(order)) % (2 * self.world_size)
+        return order[np.minimum(turn, 2 * self.world_size - 1 - turn) == self.rank]
+
+
+def _shares(deal: _Deal, cut: Cut, generator: np.random.Generator) -> list[np.ndarray]:
+    """The global rows of one rank in every update."""
+    tokens, unit = deal.of_units(), deal.unit
+    parts = n_mini_batches(len(tokens), cut.mini_batches, -(-cut.min_mini_batch_rows // unit))
     return [
-        _rows_of(_share(chunk, of_units, rank, world_size), unit)
+        _rows_of(deal.share(chunk, tokens), unit)
         for _ in range(cut.epochs)
-        for chunk in np.array_split(generator.permutation(len(of_units)), parts)
+        for chunk in np.array_split(generator.permutation(len(tokens)), parts)
     ]
 
 
 def _rows_of(units: np.ndarray, unit: int) -> np.ndarray:
     return (units[:, None] * unit + np.arange(unit)).reshape(-1)
-
-
-def _share(chunk: np.ndarray, lengths: np.ndarray, rank: int, world_size: int) -> np.ndarray:
-    if world_size == 1:
-        return chunk
-    order = chunk[np.argsort(-lengths[chunk], kind="stable")]
-    turn = np.arange(len(order)) % (2 * world_size)
-    return order[np.minimum(turn, 2 * world_size - 1 - turn) == rank]
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,15 @@ class TrainEngine:
         models = {"actor": self.policy}
         return models if self.critic is None else models | {"critic": self.critic.model}
 
+    @property
+    def _lockstep(self) -> bool:
+        return any(model.lockstep for model in self.trainables.values())
+
+    @property
+    def _shares_prompts(self) -> bool:
+        # in lockstep all ranks would have to agree on it in every pass
+        return self.settings.share_prompts and not self._lockstep
+
     def check(self, available: Collection[str]) -> None:
         """Raise ValueError when the rows lack a tensor that the algorithm needs."""
         self.objective.check(available)
@@ -123,9 +132,15 @@ class TrainEngine:
             )
 
     def plan(
-        self, lengths: np.ndarray, step: int, rank: int = 0, world_size: int = 1
+        self,
+        lengths: np.ndarray,
+        step: int,
+        rank: int = 0,
+        world_size: int = 1,
+        groups: Optional[np.ndarray] = None,
     ) -> UpdatePlan:
-        """This rank's share of a step whose rows have ``lengths`` tokens."""
+        """This rank's share of a step whose rows have ``lengths`` tokens and come from the
+        tasks ``groups`` (int64 ``[B]`` each)."""
         s = self.settings
         of_critic = Cut(s.critic.epochs, s.critic.mini_batches)
         return plan_updates(
@@ -139,6 +154,7 @@ class TrainEngine:
             world_size=world_size,
             unit=self.spec.rows_per_unit,
             critic=of_critic if self.critic is not None else None,
+            groups=groups if self._shares_prompts else None,
         )
 
     def train_step(
@@ -196,8 +212,8 @@ class TrainEngine:
             unit=self.spec.rows_per_unit,
             device=self.device,
             group=self.group,
-            lockstep=any(model.lockstep for model in self.trainables.values()),
-            share_prompts=self.settings.share_prompts,
+            lockstep=self._lockstep,
+            share_prompts=self._shares_prompts,
         )
 
     # before the first update ------------------------------------------------------------

@@ -22,7 +22,9 @@ import pyarrow as pa
 import torch
 
 from trinity_dask.algorithm.table import AlgorithmSpec, resolve_algorithm
+from trinity_dask.buffer.row_index import group_codes
 from trinity_dask.cluster.rpc import ActorHandle
+from trinity_dask.cluster.settled import settle
 from trinity_dask.config.schema import Config
 from trinity_dask.experience.collate import collate
 from trinity_dask.models.protocol import (
@@ -162,6 +164,7 @@ class TrainerRank:
         pad = getattr(model.config, "pad_token_id", None)
         peak = peak_tflops(self.cfg.trainer.peak_tflops, self.device, engine.policy.autocast)
         meter = Meter(model_flops(model), peak, whole=self.cfg.model.lora.rank == 0)
+        settle()
         self._loaded = _Loaded(engine, model_path, 0 if pad is None else int(pad), meter, group)
         return {
             "parameters": sum(p.numel() for p in model.parameters()),
@@ -243,7 +246,8 @@ class TrainerRank:
         # on all rows, before the ranks part: one rank that refuses alone would leave its
         # peers waiting for it in a sum
         engine.check(available_fields(table))
-        plan = engine.plan(row_lengths(table), step, self.rank, self.world_size)
+        groups = group_codes(table)
+        plan = engine.plan(row_lengths(table), step, self.rank, self.world_size, groups)
         mine = table if len(plan.rows) == table.num_rows else table.take(pa.array(plan.rows))
         batch = collate(mine, self._now.pad_token_id)
         whole = batch

@@ -34,8 +34,7 @@ class StepRows:
 
     ``batch`` gains tensors ``[B, R]`` phase by phase; ``unit`` rows are never separated.
     ``lockstep``: the models' passes are collective, so the ranks count them together.
-    ``share_prompts``: equal prompts of a pass are computed once, unless in lockstep, where all
-    ranks would have to agree on it in every pass.
+    ``share_prompts``: equal prompts of a pass are computed once; not in lockstep.
     """
 
     batch: Batch
@@ -50,7 +49,7 @@ class StepRows:
     def __post_init__(self) -> None:
         self.widths = Widths.of(self.batch)
         self._prompts: Optional[np.ndarray] = None
-        if self.share_prompts and not self.lockstep:
+        if self.share_prompts:
             ids, width = self.batch["input_ids"], int(self.batch["prompt_width"])
             self._prompts = prompt_numbers(ids, self.widths.prompt, width)
         self.known: dict[str, Tensor] = {}  # bool [B]: rows that a tensor was filled for
