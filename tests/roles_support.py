@@ -12,6 +12,7 @@ from trainer_support import VOCAB, batch_of, rows, tiny_model
 
 from trinity_dask.algorithm import ALGORITHM, resolve_algorithm
 from trinity_dask.config.schema import CriticConfig, OptimizerConfig
+from trinity_dask.experience.collate import collate
 from trinity_dask.experience.schema import to_table
 from trinity_dask.models.protocol import WeightGroupSpec
 from trinity_dask.models.weight_transfer import make_group
@@ -124,7 +125,7 @@ def train_on_ranks(algorithm, experiences, world=2, step=1, **settings):
             with MAKING:  # models are made with the process's one generator
                 engine = role_engine(algorithm, GradientGroup(group.backend), **settings)
             plan = engine.plan(row_lengths(to_table(experiences)), step, index, world)
-            mine = batch_of([experiences[k] for k in plan.rows])
+            mine = collate(to_table([experiences[k] for k in plan.rows]), 0, to_table(experiences))
             metrics = engine.train_step(mine, step, plan, batch_of(experiences))
             results[index] = (engine, metrics)
         finally:

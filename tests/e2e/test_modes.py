@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client
 from small_jobs import command
 
 from trinity_dask import Run, load_config
@@ -16,11 +16,11 @@ NAME = "name=job"
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory, cluster: LocalCluster) -> Path:
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished job of 60 supervised steps and 4 GRPO steps, trained colocated."""
     root = tmp_path_factory.mktemp("modes")
-    with Client(cluster) as client:
-        run_on(client, root, "stages.1.mode=colocate", "trainer.max_checkpoints_to_keep=0")
+    done = command(root, NAME, "stages.1.mode=colocate", "trainer.max_checkpoints_to_keep=0")
+    assert done.returncode == 0, done.stderr[-2000:]
     return root / "trinity-dask" / "job"
 
 

@@ -33,7 +33,9 @@ def test_an_example_ends_with_its_algorithm_and_has_a_command(experiment, kind):
         validate(stage)
         resolve_algorithm(asdict(stage.algorithm))
     assert stages[-1].algorithm.algorithm_type == kind
-    assert f"+experiment={experiment}" in (ROOT / "examples" / "README.md").read_text()
+    page = (ROOT / "examples" / "README.md").read_text()
+    assert f"+experiment={experiment}" in page
+    assert f"\n| {experiment} | " in page, "no measured values"
 
 
 @pytest.fixture(scope="module")

@@ -149,3 +149,13 @@ def test_expert_rows_runs_steps_and_baselines() -> None:
     baselines = collate(to_table(exps), pad_token_id=0)["reward_baselines"]
     assert baselines.tolist() == [0.0, 0.25, 0.5]
     assert "reward_baselines" not in collate(to_table([]), pad_token_id=0)
+
+
+def test_a_share_of_the_rows_has_the_tensors_that_all_rows_have() -> None:
+    one, other = make(2, 3, 1), make(1, 2, 2)
+    one.teacher_logprobs = np.zeros(3, np.float32)  # the other has none
+    step = to_table([one, other])
+    for rows in ([one], [other], []):
+        share = collate(to_table(rows), PAD, step)
+        assert share.keys() == collate(step, PAD).keys()
+        assert "teacher_logprobs" not in share

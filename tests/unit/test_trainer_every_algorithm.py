@@ -80,7 +80,15 @@ def assert_close_metrics(got, expected):
     names = [n for n in expected if n.startswith(("actor/", "critic/", "advantage/"))]
     assert names
     for name in names:
-        assert got[name] == pytest.approx(expected[name], abs=1e-5, rel=1e-3), name
+        assert got[name] == pytest.approx(expected[name], abs=1e-5, rel=1e-3, nan_ok=True), name
+
+
+@pytest.mark.parametrize("kind", ["ppo", "remax", "jsd", "mix"])
+def test_a_rank_without_a_row_computes_what_its_peer_does(kind):
+    algorithm, experiences = {"algorithm_type": kind}, rows_for(kind, n=1, seed=2)
+    _, metrics = train_alone(algorithm, experiences)
+    for _, same in train_on_ranks(algorithm, experiences):
+        assert_close_metrics(same, metrics)
 
 
 @pytest.mark.parametrize("kind", TYPES)

@@ -104,15 +104,17 @@ def _refuse_pairs(table: pa.Table) -> None:
         )
 
 
-def _optional_tensors(table: pa.Table, width: int) -> dict[str, np.ndarray]:
+def _optional_tensors(table: pa.Table, width: int, step: pa.Table) -> dict[str, np.ndarray]:
     return {
         key: _response_tensor(table, name, width, np.float32, 0.0)
         for key, name in _IF_ALL_HAVE.items()
-        if column(table, name).null_count == 0
+        if column(step, name).null_count == 0
     }
 
 
-def collate(table: pa.Table, pad_token_id: int) -> dict[str, torch.Tensor | int]:
+def collate(
+    table: pa.Table, pad_token_id: int, step: pa.Table | None = None
+) -> dict[str, torch.Tensor | int]:
     """Padded tensors of ``table``: prompts left-padded to P, responses right-padded to R.
 
     ``input_ids``, ``attention_mask``, ``position_ids`` int64 ``[B, P+R]``;
@@ -125,6 +127,9 @@ def collate(table: pa.Table, pad_token_id: int) -> dict[str, torch.Tensor | int]
     ``[B]`` when every row has ``info.reward_baseline``; ``group``, ``run``, ``eid_step``
     int64 ``[B]``: index of the row's task, its run, its step in a multi-step run;
     ``lengths`` int64 ``[B]``, real tokens of the row.
+
+    ``step``: the rows of which ``table`` is one rank's share, perhaps an empty one. "Every
+    row" then means all of its rows, so that all ranks have the same tensors.
 
     Raises:
         ValueError: a column is missing, lengths do not fit, or the rows are pairs.
@@ -139,7 +144,7 @@ def collate(table: pa.Table, pad_token_id: int) -> dict[str, torch.Tensor | int]
     arrays = _sequence_tensors(table, prompt, width, pad_token_id)
     arrays["action_mask"] = _response_tensor(table, "action_mask", width, np.bool_, False)
     arrays["versions"] = _response_tensor(table, "versions", width, np.int32, UNKNOWN_VERSION)
-    arrays.update(_optional_tensors(table, width))
+    arrays.update(_optional_tensors(table, width, table if step is None else step))
     reward = pc.fill_null(column(table, "reward"), float("nan"))
     arrays["reward"] = reward.to_numpy(zero_copy_only=False).astype(np.float32)
     arrays["expert_mask"] = arrays["action_mask"] & flagged(table, "is_expert")[:, None]

@@ -119,7 +119,8 @@ class Experience:
                     f"experience {self.eid}: {name} has {len(array)} values for "
                     f"{n_response} response tokens"
                 )
-            setattr(self, name, array)
+            if array is not value:
+                setattr(self, name, array)
 
     @property
     def response_length(self) -> int:

@@ -84,14 +84,16 @@ def _json_column(experiences: Sequence[Experience], name: str) -> pa.Array:
     for exp in experiences:
         value = getattr(exp, name)
         try:
-            if _flat(value):
+            if value is None:
+                values.append(None)
+            elif _flat(value):
                 key = repr(value)
                 text = known.get(key)
                 if text is None:
                     text = known[key] = _encode_json(value)
                 values.append(text)
             else:
-                values.append(None if value is None else _encode_json(value))
+                values.append(_encode_json(value))
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"experience {exp.eid}: {name} holds {error}, which JSON cannot; "
@@ -102,17 +104,16 @@ def _json_column(experiences: Sequence[Experience], name: str) -> pa.Array:
 
 def _list_column(arrays: list[np.ndarray | None], dtype: type) -> pa.Array:
     """One list array from per-row arrays; ``None`` becomes null."""
-    nulls = np.fromiter((a is None for a in arrays), np.bool_, len(arrays))
-    if nulls.all():
+    present = [a for a in arrays if a is not None]
+    if not present:
         return pa.nulls(len(arrays), pa.list_(_ARROW[dtype]))
-    lengths = np.fromiter((0 if a is None else len(a) for a in arrays), np.int64, len(arrays))
     offsets = np.zeros(len(arrays) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
+    np.cumsum([0 if a is None else len(a) for a in arrays], out=offsets[1:])
     if offsets[-1] > np.iinfo(np.int32).max:
         raise ValueError(f"{offsets[-1]} tokens in one table; at most 2^31-1: use smaller batches")
-    present = [a for a in arrays if a is not None]
     values = pa.array(np.concatenate(present), _ARROW[dtype])
-    mask = pa.array(nulls) if nulls.any() else None
+    whole = len(present) == len(arrays)
+    mask = None if whole else pa.array([a is None for a in arrays], pa.bool_())
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values, mask=mask)
 
 

@@ -202,9 +202,14 @@ class EnginePool:
 
     async def _look(self, engine: _Engine) -> None:
         try:
-            await rpc(engine.ref.handle, "describe", timeout=LOOK_TIMEOUT_S)
+            facts = await rpc(engine.ref.handle, "describe", timeout=LOOK_TIMEOUT_S)
         except ActorLost:
             self._lost(engine)
+        except TimeoutError as error:
+            log.warning("%s; it is taken to be busy", error)
+        else:
+            if facts.get("model_version", 0) is None:  # closed: its worker is about to leave
+                self._lost(engine)
 
     def _watch(self, engine: _Engine) -> None:
         on_lost(engine.ref, lambda *_: self._lost(engine))
@@ -239,10 +244,10 @@ class EnginePool:
         try:
             while not await self._rebuilt(engine):
                 pass  # one that dies while it starts counts as the next loss
-        except EngineGone as gone:
-            await self._leaves(engine, gone)
-        except Exception as error:
+        except WeightMismatch as error:
             self._fail(engine.slot, error)
+        except Exception as error:  # whatever keeps it from coming back
+            await self._leaves(engine, error)
         await self._notify()
 
     async def _rebuilt(self, engine: _Engine) -> bool:
@@ -271,16 +276,16 @@ class EnginePool:
         engine.holds = True  # nothing is awaited between the weights and this
         await self.mark_ready([engine.slot])
 
-    async def _leaves(self, engine: _Engine, gone: EngineGone) -> None:
+    async def _leaves(self, engine: _Engine, reason: Exception) -> None:
         """Go on without it, if anyone is left."""
         if len(self._engines) == 1:
-            self._fail(engine.slot, gone)
+            self._fail(engine.slot, reason)
             return
         if engine.restarts >= self.max_restarts:
             self._foreign.add(engine.slot)  # or it would join at once, and die again
         await self._forget(engine)
         others = ", ".join(sorted(self._engines))
-        log.warning("engine %s has left (%s); going on with %s", engine.slot, gone, others)
+        log.warning("engine %s has left (%s); going on with %s", engine.slot, reason, others)
 
     async def _forget(self, engine: _Engine) -> None:
         self._engines.pop(engine.slot, None)

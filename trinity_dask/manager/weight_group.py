@@ -33,8 +33,8 @@ class WeightGroup:
     trainer: str | None = None
     members: tuple[Member, ...] = field(default_factory=tuple)
     formed: bool = False
-    floor_bytes: int = 0  # what the members broadcast, bare, when they have joined
-    bytes_per_s: float | None = None  # at which they did
+    floor_bytes: int = 0  # what members broadcast, bare, in the first group of their number
+    speeds: dict[int, float | None] = field(default_factory=dict)  # bytes per s, by world size
 
     def is_current(self, trainer: str, members: tuple[Member, ...]) -> bool:
         return self.formed and self.trainer == trainer and self.members == members
@@ -51,7 +51,7 @@ class WeightGroup:
             raise ValueError("a weight-transfer group needs at least one engine")
         self.generation += 1
         self.trainer, self.members, self.formed = trainer, members, False
-        world = 1 + sum(member.ranks for member in members)
+        world = self.world_size
         specs = {"trainer": self._spec(host, port, world, 0)}
         offset = 1
         for member in members:
@@ -60,7 +60,17 @@ class WeightGroup:
         return specs
 
     def mark_formed(self, bytes_per_s: float | None = None) -> None:
-        self.formed, self.bytes_per_s = True, bytes_per_s
+        self.formed = True
+        self.speeds.setdefault(self.world_size, bytes_per_s)
+
+    @property
+    def world_size(self) -> int:
+        return 1 + sum(member.ranks for member in self.members)
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Of a bare broadcast in a group of this size."""
+        return self.speeds.get(self.world_size)
 
     def mark_broken(self) -> None:
         self.formed = False
@@ -74,7 +84,7 @@ class WeightGroup:
             generation=self.generation,
             backend=self.backend,
             timeout_s=self.timeout_s,
-            floor_bytes=self.floor_bytes,
+            floor_bytes=0 if world in self.speeds else self.floor_bytes,
         )
 
 

@@ -1,16 +1,19 @@
 """A checksum of named tensors that both sides of a weight transfer can compare.
 
 Invariant: the value depends on every byte, its position inside its tensor, and the
-tensor's name, dtype and shape; it does not depend on the order of the tensors, on how
-they were packed into buckets, or on the device. It guards against wrong, stale and
-misplaced tensors, not against an adversary.
+tensor's name, dtype and shape; it does not depend on the order of the tensors, or on how
+they were packed into buckets. It guards against wrong, stale and misplaced tensors, not
+against an adversary.
 
-Each tensor is read as 64-bit words in blocks of 32 rows of 4096 words (the last one may be
-shorter). A block gives its column sums and its row sums, each weighted by fixed odd numbers
-and added up: one word that moves changes a row sum or a column sum. Blocks combine as a
-polynomial; all arithmetic is modulo 2^64. A block fits into a core's cache, so on a CPU
-this runs at about the speed at which memory can be read. numpy and torch compute the same
-numbers; which of them does is a matter of speed.
+The bytes of a tensor in a CPU's memory are hashed by XXH3. An accelerator would have to send
+them there; so it hashes them where they are, with sums. Both sides of a transfer hash in the
+same way: all members of a group have their tensors on the same kind of device, and files are
+written and read by CPUs.
+
+For the sums a tensor is read as 64-bit words in blocks of 32 rows of 4096 words (the last one
+may be shorter). A block gives its column sums and its row sums, each weighted by fixed odd
+numbers and added up: one word that moves changes a row sum or a column sum. Blocks combine as a
+polynomial; all arithmetic is modulo 2^64.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import xxhash
 
 if TYPE_CHECKING:
     import torch
@@ -99,28 +103,25 @@ def _mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
-@lru_cache(maxsize=1)
-def _factors() -> tuple[np.ndarray, np.ndarray]:
+@lru_cache(maxsize=4)
+def _factors(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Odd factors of the columns, int64 ``[ROW_WORDS]``, and of the rows ``[BLOCK_ROWS]``."""
+    import torch
+
     words = np.random.Generator(np.random.PCG64(20240229)).integers(
         -(2**63), 2**63, size=ROW_WORDS + BLOCK_ROWS, dtype=np.int64
     )
-    words |= 1
-    return words[:ROW_WORDS], words[ROW_WORDS:]
-
-
-@lru_cache(maxsize=4)
-def _factors_on(device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    import torch
-
-    columns, rows = (torch.from_numpy(part).to(device) for part in _factors())
-    return columns, rows
+    factors = torch.from_numpy(words | 1).to(device)
+    return factors[:ROW_WORDS], factors[ROW_WORDS:]
 
 
 def _content(tensor: torch.Tensor) -> int:
     import torch
 
     data = tensor.contiguous().view(-1).view(torch.uint8)
+    if _on_cpu(data):
+        memory: Any = data.numpy()
+        return xxhash.xxh3_64_intdigest(memory)
     n_whole = data.numel() // 8 * 8
     total = _fold(_as_words(data[:n_whole]))
     if n_whole < data.numel():
@@ -130,28 +131,30 @@ def _content(tensor: torch.Tensor) -> int:
     return total
 
 
-def _as_words(data: torch.Tensor) -> Any:
-    """``data`` as int64: an array of numpy on a CPU, where its calls cost less."""
+def _on_cpu(data: torch.Tensor) -> bool:
+    return data.device.type == "cpu"
+
+
+def _as_words(data: torch.Tensor) -> torch.Tensor:
     import torch
 
     if data.storage_offset() % 8 or data.data_ptr() % 8:
         data = data.clone()  # a 64-bit view needs an aligned start
-    words = data.view(torch.int64)
-    return words.numpy() if words.device.type == "cpu" else words
+    return data.view(torch.int64)
 
 
-def _fold(words: Any) -> int:
+def _fold(words: torch.Tensor) -> int:
     """Polynomial over whole blocks, then over the rest's whole rows, then its last words."""
     n_blocks = len(words) // BLOCK_WORDS
     end = n_blocks * BLOCK_WORDS
-    total = _join(0, _block_values(words[:end].reshape(n_blocks, BLOCK_ROWS, ROW_WORDS)))
+    total = _join(0, _block_values(words[:end].view(n_blocks, BLOCK_ROWS, ROW_WORDS)))
     rest = words[end:]
     n_rows = len(rest) // ROW_WORDS
     if n_rows:
-        total = _join(total, _block_values(rest[: n_rows * ROW_WORDS].reshape(1, -1, ROW_WORDS)))
+        total = _join(total, _block_values(rest[: n_rows * ROW_WORDS].view(1, -1, ROW_WORDS)))
     last = rest[n_rows * ROW_WORDS :]
     if len(last):
-        columns = _factors()[0] if isinstance(words, np.ndarray) else _factors_on(words.device)[0]
+        columns, _ = _factors(words.device)
         total = _join(total, [int((last * columns[: len(last)]).sum())])
     return total
 
@@ -162,16 +165,9 @@ def _join(total: int, values: list[int]) -> int:
     return total
 
 
-def _block_values(blocks: Any) -> list[int]:
+def _block_values(blocks: torch.Tensor) -> list[int]:
     """One number for each block of ``[blocks, rows, ROW_WORDS]``."""
-    n_rows = blocks.shape[1]
-    if isinstance(blocks, np.ndarray):
-        columns, rows = _factors()
-        # one block at a time: the second sum finds it in the cache
-        return [
-            int((block.sum(0) * columns).sum()) + int((block.sum(1) * rows[:n_rows]).sum())
-            for block in blocks
-        ]
-    by_column, by_row = _factors_on(blocks.device)
-    values = (blocks.sum(1) * by_column).sum(1) + (blocks.sum(2) * by_row[:n_rows]).sum(1)
-    return values.tolist()
+    columns, rows = _factors(blocks.device)
+    by_column = (blocks.sum(dim=1) * columns).sum(dim=1)
+    by_row = (blocks.sum(dim=2) * rows[: blocks.shape[1]]).sum(dim=1)
+    return (by_column + by_row).tolist()

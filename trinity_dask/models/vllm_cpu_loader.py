@@ -35,6 +35,8 @@ class Target:
     is_packed: bool
     adopted: dict[int, torch.Tensor] = field(default_factory=dict)  # by first row
     copied: Optional[torch.Tensor] = None
+    in_use: Optional[torch.Tensor] = None
+    spare: Optional[torch.Tensor] = None  # the copy before the one in use, written again
 
     def take(self, start: int, tensor: torch.Tensor) -> None:
         """Rows from ``start`` on of the next value: ``tensor`` itself if it will only be read,
@@ -49,7 +51,8 @@ class Target:
     def prepare(self) -> None:
         """Have memory for copies."""
         if self.copied is None:
-            self.copied = torch.empty(self.shape, dtype=self.dtype)
+            spare, self.spare = self.spare, None
+            self.copied = torch.empty(self.shape, dtype=self.dtype) if spare is None else spare
 
     def install(self, lease: Lease) -> None:
         """Put the next value in use."""
@@ -57,18 +60,22 @@ class Target:
         if self.adopted:
             lease.n_users += 1
         adopted = bool(self.adopted)
-        self.forget()
+        self.adopted, self.copied = {}, None
         if value is None:
             return
         parameter = getattr(self.module, self.attribute)
         if self.is_packed:
             pack_at_first_use(self.module, value, lease if adopted else None)
         elif parameter.shape == value.shape:
-            parameter.data = value
+            if self.in_use is not None and parameter.data_ptr() == self.in_use.data_ptr():
+                self.spare = self.in_use
+            parameter.data = self.in_use = value
         else:  # a vocabulary that is padded in memory
             parameter.data[: len(value)].copy_(value)
+            self.spare = value
 
     def forget(self) -> None:
+        self.spare = self.spare if self.copied is None else self.copied
         self.adopted, self.copied = {}, None
 
 

@@ -249,7 +249,7 @@ class TrainerRank:
         groups = group_codes(table)
         plan = engine.plan(row_lengths(table), step, self.rank, self.world_size, groups)
         mine = table if len(plan.rows) == table.num_rows else table.take(pa.array(plan.rows))
-        batch = collate(mine, self._now.pad_token_id)
+        batch = collate(mine, self._now.pad_token_id, table)
         whole = batch
         if mine is not table and engine.spec.advantage_in_trainer:
             whole = collate(table, self._now.pad_token_id)
