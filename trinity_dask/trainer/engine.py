@@ -7,9 +7,7 @@ are those of the weights at the start of the step, for every mini-batch and epoc
 
 from __future__ import annotations
 
-import time
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from typing import Any, Optional
 
 import numpy as np
@@ -40,7 +38,7 @@ from trinity_dask.trainer.settings import EngineSettings
 from trinity_dask.trainer.step_advantages import describe_estimate, estimate
 from trinity_dask.trainer.step_rows import StepRows
 from trinity_dask.trainer.trainable import TrainableModel
-from trinity_dask.trainer.updates import add_into, counted, sum_over_ranks
+from trinity_dask.trainer.updates import add_into, counted, sum_over_ranks, timed
 from trinity_dask.trainer.variance import ENERGY, probability_energy, step_variance
 
 VOCABULARY = frozenset(("entropys", "necs"))  # what needs all logits of a token
@@ -396,13 +394,3 @@ def _ratios(log_ratios: list[Tensor]) -> dict[str, float]:
     values = torch.cat(log_ratios)[None] if log_ratios else torch.empty(1, 0)
     mask = torch.ones_like(values, dtype=torch.bool)
     return ratio_metrics(values, torch.zeros_like(values), mask, "update")
-
-
-@contextmanager
-def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
-    """Add the seconds inside as ``time/<name>``."""
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
-        metrics[f"time/{name}"] = time.perf_counter() - start

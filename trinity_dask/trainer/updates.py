@@ -6,7 +6,9 @@ left of a mini-batch weighs what it weighed in the whole; sums are plain sums.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Optional, TypeVar
 
 import numpy as np
@@ -62,3 +64,13 @@ def _count(mask: Tensor, expert: Tensor, update: np.ndarray, unit: int) -> Tenso
         whole.sum(),
     ]
     return torch.stack(counts).double()
+
+
+@contextmanager
+def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
+    """Add the seconds inside as ``time/<name>``."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        metrics[f"time/{name}"] = time.perf_counter() - start
