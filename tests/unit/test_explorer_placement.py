@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from placement_support import shortest_s
 
-from trinity_dask.explorer.places import Places
+from trinity_dask.explorer.places import ROLLOUT, Places
 from trinity_dask.explorer.schedule_policy import Cancel, SchedulePolicy, Submit
 from trinity_dask.explorer.scheduler_state import SchedulerState
 from trinity_dask.explorer.status import Outcome, Status
@@ -106,3 +106,20 @@ def test_the_noise_of_long_tailed_latencies_leaves_no_engine_idle():
 def test_a_place_has_lanes():
     with pytest.raises(ValueError, match="has 0 lanes"):
         Places().up("engine-0", 0, "rollout")
+
+
+def test_one_stall_of_all_it_runs_does_not_make_a_place_slow():
+    """Half a batch ran while the worker stood still; the next batch still goes to both."""
+    places = Places()
+    for name in ("engine-0", "engine-1"):
+        place = places.up(name, 256, ROLLOUT)
+        for _ in range(256):
+            place.observe(0.30)
+    for _ in range(32):
+        places["engine-1"].observe(0.55)
+    taken = {"engine-0": 0, "engine-1": 0}
+    for waiting in range(64, 0, -1):
+        place = places.choose(ROLLOUT, waiting, now=0.0)
+        place.take(0.0)
+        taken[place.name] += 1
+    assert taken == {"engine-0": 32, "engine-1": 32}

@@ -113,6 +113,41 @@ def test_after_the_proof_only_the_shared_tokens_are_passed_over():
     assert counter.tokens == N_PROMPTS * micro.prompt_width + answers
 
 
+@pytest.mark.parametrize("logits_bytes", [0, 1 << 30])
+def test_equal_answers_are_computed_once_with_the_same_gradient(logits_bytes):
+    """Each of six answers occurs four times, with other advantages and masks."""
+    experiences = [e for e in groups(equal=True)[:6] for _ in range(4)]
+    found, seen = {}, {}
+    for share in (True, False):
+        model, micro = tiny_model(), micro_of(experiences, share)
+        scorer = Scorer(model, 0.7, logits_bytes=logits_bytes)
+        with torch.no_grad():
+            scorer(micro)  # proves the model's way
+        counter = Forwards(model)
+        scores = scorer(micro, entropy=True)
+        weight = torch.linspace(-1, 1, len(micro.rows))[:, None] * micro.fields["action_mask"]
+        ((scores.logprob + 0.1 * scores.entropy) * weight).sum().backward()
+        found[share] = {n: p.grad for n, p in model.named_parameters()}
+        seen[share] = counter.tokens
+    for name, gradient in found[False].items():
+        torch.testing.assert_close(found[True][name], gradient, atol=2e-5, rtol=1e-5)
+    assert seen[True] * 4 <= seen[False]
+
+
+def test_rows_that_differ_in_their_length_alone_are_different():
+    """Padding is token 0, and so is the longer one's last token."""
+    made = [
+        Experience(tokens=np.array([5, 6, 7, *a], np.int32), prompt_length=3, eid=EID(run=i))
+        for i, a in enumerate(([1], [1, 0], [1, 0], [1]))
+    ]
+    batch = batch_of(made)
+    plan = engine().plan(batch["lengths"].numpy(), 1)
+    rows = StepRows(batch, plan, 1 << 20, share_prompts=True)
+    assert rows._numbers.rows.tolist() == [0, 1, 1, 0]
+    (micro,) = rows.passes(plan.updates[0])
+    assert len(micro.distinct.micro.rows) == 2
+
+
 def test_under_an_adapter_the_gradient_is_the_same():
     found = {}
     for share in (True, False):
@@ -162,8 +197,9 @@ def test_prompts_of_equal_padding_but_other_length_are_different():
         assert len(micro.shared.first) == 2
     batch = batch_of(made)
     plan = engine().plan(batch["lengths"].numpy(), 1)
-    numbers = StepRows(batch, plan, 1 << 20, share_prompts=True)._prompts
-    assert numbers.tolist() == [0, 1, 0]
+    numbers = StepRows(batch, plan, 1 << 20, share_prompts=True)._numbers
+    assert numbers.prompts.tolist() == [0, 1, 0]
+    assert numbers.rows.tolist() == [0, 1, 0]
 
 
 def test_models_that_cannot_share_do_not():

@@ -26,7 +26,9 @@ ROLLOUT = "rollout"
 RUNNER = "runner"
 GROUPS = (ROLLOUT, RUNNER)
 SAME_SPEED = 1.25
-MEMORY = 16  # sub-tasks over which the measured seconds are averaged, about
+# sub-tasks over which the measured seconds are averaged, about: at least so many, and half of
+# what a place holds, or one stall that hits all of them at once makes it a slow place
+MEMORY = 16
 ROUNDING = 1e-6
 
 
@@ -71,7 +73,7 @@ class Place:
     def observe(self, seconds: float) -> None:
         """A sub-task took ``seconds`` here."""
         self.measured += 1
-        weight = max(1 / self.measured, 1 / MEMORY)
+        weight = max(1 / self.measured, 1 / max(MEMORY, self.capacity // 2))
         self.seconds += weight * (seconds - self.seconds)
 
     def usual_s(self, now: float) -> float:

@@ -210,7 +210,7 @@ class MicroBatch:
 
     input_ids, attention_mask int64 ``[b, P+R]``; ``fields`` the ``[b, R]`` tensors;
     ``padded_left`` false when all prompts have the same length; ``shared`` where rows with
-    equal prompts may be computed together.
+    equal prompts may be computed together, ``distinct`` where many rows are equal.
     """
 
     rows: torch.Tensor
@@ -221,6 +221,15 @@ class MicroBatch:
     response_width: int
     padded_left: bool
     shared: Optional[SharedPrompts] = None
+    distinct: Optional[Distinct] = None
+
+
+@dataclass(frozen=True)
+class Distinct:
+    """The different rows of a pass, and which of them each row is: int64 ``[b]``."""
+
+    micro: MicroBatch
+    of_row: torch.Tensor
 
 
 def take(batch: Batch, rows: np.ndarray, widths: Widths) -> MicroBatch:

@@ -38,6 +38,15 @@ class Scores:
     entropy: Optional[Tensor] = None
     logits: Optional[Tensor] = None
 
+    def of(self, rows: Tensor) -> Scores:
+        """Row ``i`` of the result is row ``rows[i]``; gradients add up."""
+        index = rows.to(self.logprob.device)
+        entropy, logits = (
+            None if part is None else part.index_select(0, index)
+            for part in (self.entropy, self.logits)
+        )
+        return Scores(self.logprob.index_select(0, index), entropy, logits)
+
 
 class Scorer:
     """Runs a causal language model over micro-batches.
@@ -79,6 +88,9 @@ class Scorer:
 
         ``keep_logits``: the logits too, divided by the temperature, with gradient.
         """
+        if micro.distinct is not None:
+            few = self(micro.distinct.micro, entropy, entropy_gradient, keep_logits)
+            return few.of(micro.distinct.of_row)
         targets = micro.input_ids[:, micro.prompt_width :]
         if micro.shared is not None and self._shares and not is_proven(self.model):
             self._prove(micro)

@@ -1,12 +1,12 @@
-"""Answers to one prompt share the prompt's forward and backward pass.
+"""Answers to one prompt share the prompt's forward and backward pass, equal ones their own.
 
 Invariant: log-probs and gradients are those of every row computed by itself, up to rounding.
 A model shares prompts only if its attention is full everywhere, and only after its first
 shared pass gave what the plain one gives.
 
-A group of n answers of R tokens to a prompt of P tokens costs P + nR tokens instead of
-n(P + R). The prompt's keys and values are computed once and repeated for its answers, as a
-sampler does; their gradients add up on the way back.
+A group of n answers of R tokens to a prompt of P tokens, k of them different, costs P + kR
+tokens instead of n(P + R). The prompt's keys and values are computed once and repeated for
+its answers, as a sampler does; gradients add up on the way back.
 """
 
 from __future__ import annotations
@@ -40,12 +40,35 @@ class SharedPrompts:
     of_row: Tensor
 
 
-def prompt_numbers(input_ids: Tensor, prompt_widths: np.ndarray, width: int) -> np.ndarray:
-    """int64 ``[B]``, equal where prompts are; ``input_ids[:, :width]`` are padded on the left."""
-    ids = np.ascontiguousarray(input_ids[:, :width].cpu().numpy())
-    known: dict[tuple[int, bytes], int] = {}
-    keys = zip(prompt_widths.tolist(), (row.tobytes() for row in ids), strict=True)
+@dataclass(frozen=True)
+class Numbers:
+    """int64 ``[B]`` each: equal where prompts are, and where whole rows are."""
+
+    prompts: np.ndarray
+    rows: np.ndarray
+
+    @classmethod
+    def of(cls, input_ids: Tensor, prompt: np.ndarray, response: np.ndarray, width: int) -> Numbers:
+        """``input_ids`` ``[B, P+R]`` with P = ``width``, prompts padded on the left; ``prompt``
+        and ``response`` are the rows' real lengths, since padding is a token like others."""
+        ids = np.ascontiguousarray(input_ids.cpu().numpy())
+        return cls(
+            _numbered(prompt[:, None], np.ascontiguousarray(ids[:, :width])),
+            _numbered(np.stack([prompt, response], axis=1), ids),
+        )
+
+
+def _numbered(lengths: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    known: dict[tuple[bytes, bytes], int] = {}
+    keys = ((a.tobytes(), b.tobytes()) for a, b in zip(lengths, ids, strict=True))
     return np.fromiter((known.setdefault(key, len(known)) for key in keys), np.int64, len(ids))
+
+
+def distinct(numbers: np.ndarray) -> Optional[tuple[np.ndarray, np.ndarray]]:
+    """``(first, of_row)``: one row of each kind, and the kind of each row, int64; None when
+    too few are alike."""
+    _, first, of_row = np.unique(numbers, return_index=True, return_inverse=True)
+    return None if len(first) > (1 - WORTH) * len(numbers) else (first, of_row)
 
 
 def shared_prompts(

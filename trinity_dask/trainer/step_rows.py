@@ -17,6 +17,7 @@ from torch import Tensor
 
 from trinity_dask.trainer.batching import (
     Batch,
+    Distinct,
     MicroBatch,
     UpdatePlan,
     Widths,
@@ -25,7 +26,7 @@ from trinity_dask.trainer.batching import (
     take,
 )
 from trinity_dask.trainer.gradients import GradientGroup
-from trinity_dask.trainer.shared_prompts import prompt_numbers, shared_prompts
+from trinity_dask.trainer.shared_prompts import Numbers, distinct, shared_prompts
 
 
 @dataclass
@@ -34,7 +35,7 @@ class StepRows:
 
     ``batch`` gains tensors ``[B, R]`` phase by phase; ``unit`` rows are never separated.
     ``lockstep``: the models' passes are collective, so the ranks count them together.
-    ``share_prompts``: equal prompts of a pass are computed once; not in lockstep.
+    ``share_prompts``: equal prompts and equal rows of a pass are computed once; not in lockstep.
     """
 
     batch: Batch
@@ -48,10 +49,10 @@ class StepRows:
 
     def __post_init__(self) -> None:
         self.widths = Widths.of(self.batch)
-        self._prompts: Optional[np.ndarray] = None
+        self._numbers: Optional[Numbers] = None
         if self.share_prompts:
             ids, width = self.batch["input_ids"], int(self.batch["prompt_width"])
-            self._prompts = prompt_numbers(ids, self.widths.prompt, width)
+            self._numbers = Numbers.of(ids, self.widths.prompt, self.widths.response, width)
         self.known: dict[str, Tensor] = {}  # bool [B]: rows that a tensor was filled for
         self.batch = {name: self._placed(value) for name, value in self.batch.items()}
 
@@ -83,9 +84,19 @@ class StepRows:
 
     def _pass(self, rows: np.ndarray) -> MicroBatch:
         micro = take(self.batch, rows, self.widths)
-        if self._prompts is None:
+        if self._numbers is None:
             return micro
-        shared = shared_prompts(self._prompts[rows], micro.prompt_width, micro.response_width)
+        alike = distinct(self._numbers.rows[rows])
+        if alike is None:
+            return self._sharing(micro, rows)
+        first, of_row = alike
+        few = self._sharing(take(self.batch, rows[first], self.widths), rows[first])
+        return replace(micro, distinct=Distinct(few, torch.from_numpy(of_row)))
+
+    def _sharing(self, micro: MicroBatch, rows: np.ndarray) -> MicroBatch:
+        assert self._numbers is not None
+        prompts = self._numbers.prompts[rows]
+        shared = shared_prompts(prompts, micro.prompt_width, micro.response_width)
         return replace(micro, shared=shared)
 
     def put(self, name: str, micro: MicroBatch, values: Tensor) -> None:
