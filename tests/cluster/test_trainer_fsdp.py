@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Optional
 
 import pytest
 import torch
@@ -79,24 +80,41 @@ def assert_close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
         torch.testing.assert_close(got[name], value, atol=atol, rtol=0, msg=name)
 
 
-@pytest.mark.parametrize("kind", ["ppo", "jsd"])
+@pytest.mark.parametrize(
+    ("kind", "policy", "other"),
+    [
+        ("ppo", "fsdp2", None),
+        ("jsd", "fsdp2", None),
+        ("ppo", "ddp", "fsdp2"),
+        ("ppo", "fsdp2", "ddp"),
+        ("jsd", "ddp", "fsdp2"),
+    ],
+)
 def test_fault_31_shards_have_the_loss_and_the_gradient_of_one_rank(
-    kind: str, cluster: RunCluster, tmp_path: Path, model_path: str
+    kind: str,
+    policy: str,
+    other: Optional[str],
+    cluster: RunCluster,
+    tmp_path: Path,
+    model_path: str,
 ) -> None:
     """One SGD step: the weights move by the clipped gradient, so they tell it.
 
-    ppo shards a critic too; jsd a teacher that says its log-probs and its whole distributions.
+    ppo has a critic; jsd a teacher that says its log-probs and its whole distributions. They
+    are laid out as the policy, or in their ``other`` way.
     """
     sgd = OptimizerConfig(optimizer_type="sgd", lr=1.0, weight_decay=0.0)
     found = {}
     for name, ranks in (("one", 1), ("two", 2)):
-        cfg = config(tmp_path / name, model_path, ranks, "fsdp2" if ranks > 1 else "ddp", kind)
+        cfg = config(tmp_path / name, model_path, ranks, policy if ranks > 1 else "ddp", kind)
+        if ranks > 1:
+            cfg.critic.strategy = cfg.trainer.frozen_strategy = other
         cfg.algorithm.optimizer = cfg.critic.optimizer = sgd
         if kind == "jsd":
             cfg.model.teacher_model_path = save_tiny_model(tmp_path / f"teacher-{name}", seed=5)
             cfg.algorithm.policy_loss_fn = "jsd"
             cfg.algorithm.rollout_correction.mode = "none"  # it has no ratio
-        result = train(cluster, cfg, f"{kind}-{name}", sizes=[7])
+        result = train(cluster, cfg, f"{kind}-{policy}-{other}-{name}", sizes=[7])
         found[name] = result["metrics"][1], weights(cfg)
     (expected, moved), (got, same) = found["one"], found["two"]
     names = [name for name in expected if name.startswith(("actor/", "critic/", "advantage/"))]

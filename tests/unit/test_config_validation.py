@@ -370,6 +370,8 @@ def test_weights_go_where_their_method_can_put_them(method, path, message):
         ({"algorithm__optimizer__lr_scheduler_type": "wsd"}, "set trainer.total_steps"),
         ({"critic__optimizer__lr_scheduler_type": "cosine"}, "critic.optimizer.lr_scheduler_type"),
         ({"trainer__parallel__strategy": "fsdp2"}, "nothing to share"),
+        ({"critic__strategy": "fsdp2"}, "critic.strategy=fsdp2 with"),
+        ({"trainer__frozen_strategy": "fsdp2"}, "nothing to share"),
         ({"model__lora__path": "adapter"}, "set the adapter's rank"),
         ({"model__lora__rank": 8, "model__lora__target_modules": []}, "target_modules is empty"),
     ],

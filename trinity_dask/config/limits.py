@@ -201,6 +201,8 @@ CHOICES: dict[tuple[type, str], tuple[str, ...]] = {
     (s.TrainerConfig, "save_hf_checkpoint"): ("always", "last", "never"),
     (s.TrainerConfig, "fused_kernels"): ("auto", "off"),
     (s.ParallelConfig, "strategy"): ("ddp", "fsdp2"),
+    (s.CriticConfig, "strategy"): ("ddp", "fsdp2"),
+    (s.TrainerConfig, "frozen_strategy"): ("ddp", "fsdp2"),
     (s.SynchronizerConfig, "sync_method"): ("nccl", "memory", "checkpoint"),
     (s.SynchronizerConfig, "sync_style"): (
         "fixed",

@@ -287,6 +287,9 @@ class TrainerConfig:
     # auto: kernels of liger-kernel where it is installed and the device is a GPU; off: torch's
     fused_kernels: str = "auto"
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    # of reference and teacher: ddp | fsdp2, and offload; None = as the policy
+    frozen_strategy: Optional[str] = None
+    frozen_offload: Optional[bool] = None
     # metrics variance_proxy/*: how much of the gradient is noise, for one more pass over all
     # logits per step
     variance_proxies: bool = False
@@ -309,6 +312,8 @@ class CriticConfig:
     mini_batches: int = 1  # optimizer updates per epoch
     value_clip: Optional[float] = 0.5  # how far a value may move in a step; None = freely
     grad_clip: float = 1.0
+    strategy: Optional[str] = None  # ddp | fsdp2; None = trainer.parallel.strategy
+    offload: Optional[bool] = None  # None = trainer.offload
 
 
 @dataclass

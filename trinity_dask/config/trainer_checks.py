@@ -43,18 +43,29 @@ def _total_steps(config: Config) -> Optional[int]:
 
 def parallel(config: Config) -> Iterator[str]:
     """What shards cannot do."""
-    if not modes.trains(config.mode) or config.trainer.parallel.strategy != "fsdp2":
+    if not modes.trains(config.mode):
         return
-    if config.cluster.trainer.n_workers < 2:
+    own = config.trainer.parallel.strategy
+    strategies = {
+        "trainer.parallel.strategy": own,
+        "trainer.frozen_strategy": config.trainer.frozen_strategy,
+        "critic.strategy": config.critic.strategy,
+    }
+    sharded = [key for key, strategy in strategies.items() if strategy == "fsdp2"]
+    if sharded and config.cluster.trainer.n_workers < 2:
         yield (
-            "trainer.parallel.strategy=fsdp2 with cluster.trainer.n_workers="
+            f"{sharded[0]}=fsdp2 with cluster.trainer.n_workers="
             f"{config.cluster.trainer.n_workers} has nothing to share: raise n_workers, or use ddp"
         )
-    if config.algorithm.optimizer.optimizer_type == "adamw8bit":
-        yield (
-            "algorithm.optimizer.optimizer_type=adamw8bit cannot hold shards: set it to adamw, or "
-            "trainer.parallel.strategy=ddp"
-        )
+    for key, strategy, optimizer in (
+        ("algorithm", own, config.algorithm.optimizer),
+        ("critic", config.critic.strategy or own, config.critic.optimizer),
+    ):
+        if strategy == "fsdp2" and optimizer.optimizer_type == "adamw8bit":
+            yield (
+                f"{key}.optimizer.optimizer_type=adamw8bit cannot hold shards: set it to adamw, or "
+                "the model's strategy to ddp"
+            )
 
 
 def lora(config: Config) -> Iterator[str]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from trinity_dask.algorithm.aggregate import Denominator
 from trinity_dask.algorithm.entropy import token_necs
 from trinity_dask.algorithm.kl import KLTerm
-from trinity_dask.algorithm.rollout_correction import correction_metrics, ratio_metrics
+from trinity_dask.algorithm.rollout_correction import correction_metrics
 from trinity_dask.algorithm.table import AlgorithmSpec
 from trinity_dask.config.schema import OptimizerConfig
 from trinity_dask.trainer.batching import (
@@ -38,7 +38,7 @@ from trinity_dask.trainer.settings import EngineSettings
 from trinity_dask.trainer.step_advantages import describe_estimate, estimate
 from trinity_dask.trainer.step_rows import StepRows
 from trinity_dask.trainer.trainable import TrainableModel
-from trinity_dask.trainer.updates import add_into, counted, sum_over_ranks, timed
+from trinity_dask.trainer.updates import add_into, counted, ratios, sum_over_ranks, timed
 from trinity_dask.trainer.variance import ENERGY, probability_energy, step_variance
 
 VOCABULARY = frozenset(("entropys", "necs"))  # what needs all logits of a token
@@ -69,15 +69,17 @@ class TrainEngine:
     ) -> None:
         self.spec = spec
         self.settings = settings
-        self.policy = self._trainable(model, settings.optimizer, settings.grad_clip, group)
+        cfg, offload = settings.critic, settings.offload
+        optimizer = (settings.optimizer, settings.grad_clip)
+        self.policy = self._trainable(model, *optimizer, group, offload)
         self.group = self.policy.group
         self.device = self.policy.device
         self.reference = reference
         self.teacher = teacher
         self.critic: Optional[Critic] = None
         if critic is not None:
-            cfg = settings.critic
-            of_critic = self._trainable(critic, cfg.optimizer, cfg.grad_clip, group)
+            offload = offload if cfg.offload is None else cfg.offload
+            of_critic = self._trainable(critic, cfg.optimizer, cfg.grad_clip, group, offload)
             self.critic = Critic(of_critic, cfg)
         # rows that no sampler drew (sft, cpt, dpo) have their likelihood at temperature 1
         self.temperature = settings.temperature if spec.schema == "experience" else 1.0
@@ -85,11 +87,16 @@ class TrainEngine:
         self.objective = Objective(spec, self.scorer, self._teacher_logits)
 
     def _trainable(
-        self, module: Any, optimizer: OptimizerConfig, clip: float, group: Optional[GradientGroup]
+        self,
+        module: Any,
+        optimizer: OptimizerConfig,
+        clip: float,
+        group: Optional[GradientGroup],
+        offload: bool,
     ) -> TrainableModel:
         s = self.settings
         return TrainableModel(
-            module, optimizer, s.total_steps, group, clip, s.autocast, s.offload, s.logits_bytes
+            module, optimizer, s.total_steps, group, clip, s.autocast, offload, s.logits_bytes
         )
 
     @property
@@ -105,7 +112,8 @@ class TrainEngine:
 
     @property
     def _lockstep(self) -> bool:
-        return any(model.lockstep for model in self.trainables.values())
+        models = (*self.trainables.values(), self.reference, self.teacher)
+        return any(model is not None and model.lockstep for model in models)
 
     @property
     def _shares_prompts(self) -> bool:
@@ -306,7 +314,7 @@ class TrainEngine:
         return metrics | {
             "actor/lr": lr,
             "actor/updates": float(updates),
-            **_ratios(log_ratios),
+            **ratios(log_ratios),
         }
 
     def _update(
@@ -387,10 +395,3 @@ def own_tokens(fields: Batch) -> Tensor:
     """bool ``[B, R]``: tokens that the policy sampled; a demonstration's had no sampler."""
     mask = fields["action_mask"]
     return mask & ~fields["expert_mask"] if "expert_mask" in fields else mask
-
-
-def _ratios(log_ratios: list[Tensor]) -> dict[str, float]:
-    """``update/*``: raw ratios of the policy to its "old" log-probs, before any clipping."""
-    values = torch.cat(log_ratios)[None] if log_ratios else torch.empty(1, 0)
-    mask = torch.ones_like(values, dtype=torch.bool)
-    return ratio_metrics(values, torch.zeros_like(values), mask, "update")

@@ -16,6 +16,7 @@ import torch
 from trinity_dask.models.lora import adapter_off
 from trinity_dask.trainer.logprobs import LOGITS_BYTES, Scorer
 from trinity_dask.trainer.offload import to_device
+from trinity_dask.trainer.parallel import is_sharded
 
 
 class FrozenModel:
@@ -36,6 +37,11 @@ class FrozenModel:
         self._offload = offload
         if offload:
             to_device(module, torch.device("cpu"))
+
+    @property
+    def lockstep(self) -> bool:
+        """See :attr:`TrainableModel.lockstep`."""
+        return is_sharded(self.module)
 
     def scorer(self, temperature: float = 1.0, logits_bytes: int = LOGITS_BYTES) -> Scorer:
         return Scorer(self.module, temperature, self.autocast, logits_bytes=logits_bytes)
@@ -62,6 +68,10 @@ class BaseUnderAdapter:
     def __init__(self, policy: Any, autocast: Optional[torch.dtype] = None) -> None:
         self.module = policy
         self.autocast = autocast
+
+    @property
+    def lockstep(self) -> bool:
+        return is_sharded(self.module)
 
     def scorer(self, temperature: float = 1.0, logits_bytes: int = LOGITS_BYTES) -> Scorer:
         return Scorer(

@@ -48,6 +48,7 @@ from trinity_dask.trainer.ensemble import Ensemble
 from trinity_dask.trainer.export import read_engine, write_engine
 from trinity_dask.trainer.gradients import GradientGroup
 from trinity_dask.trainer.hf_export import export_policy
+from trinity_dask.trainer.layout import CRITIC, FROZEN, POLICY, any_sharded, shard_all
 from trinity_dask.trainer.parallel import close_mesh, open_mesh, shard
 from trinity_dask.trainer.policy_model import autocast_dtype, load_policy, torch_dtype
 from trinity_dask.trainer.roles import load_critic, load_reference, load_teacher
@@ -98,7 +99,7 @@ class TrainerRank:
     @property
     def sharded(self) -> bool:
         """Whether the ranks hold shards, so that all of them take part in everything."""
-        return self.cfg.trainer.parallel.strategy == "fsdp2" and self.world_size > 1
+        return any_sharded(self.cfg) and self.world_size > 1
 
     async def _run_method(self, name: str, *args: Any) -> Any:
         return await self._run(getattr(self, name), *args)
@@ -192,9 +193,8 @@ class TrainerRank:
         if mesh is not None:
             frozen = [m.module for m in (teacher, reference) if m is not None]
             reshard = cfg.trainer.parallel.reshard_after_forward
-            # the reference under an adapter is the policy itself: once is enough
-            for module in {id(m): m for m in (model, critic, *frozen) if m is not None}.values():
-                shard(module, mesh, autocast, reshard)
+            models = {POLICY: [model], CRITIC: [critic], FROZEN: frozen}
+            shard_all(cfg, models, lambda module: shard(module, mesh, autocast, reshard))
         sums = GradientGroup(group and group.backend, self.device, cfg.trainer.step_timeout_s)
         settings = EngineSettings.from_config(cfg, autocast)
         return TrainEngine(model, spec, settings, sums, reference, teacher, critic)

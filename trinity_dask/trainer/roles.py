@@ -11,6 +11,7 @@ from trinity_dask.algorithm.table import AlgorithmSpec
 from trinity_dask.config.schema import Config
 from trinity_dask.models.lora import has_adapter
 from trinity_dask.trainer.frozen import BaseUnderAdapter, FrozenModel
+from trinity_dask.trainer.layout import FROZEN, offload_of
 from trinity_dask.trainer.policy_model import autocast_dtype, load_policy
 from trinity_dask.trainer.value_model import load_value_model
 
@@ -63,4 +64,4 @@ def load_critic(cfg: Config, spec: AlgorithmSpec, path: str, device: str) -> Opt
 def _frozen(cfg: Config, path: str, device: str) -> FrozenModel:
     trust = cfg.model.trust_remote_code
     module = load_policy(path, device=device, trust_remote_code=trust)
-    return FrozenModel(module, autocast_dtype(cfg.model.dtype), cfg.trainer.offload)
+    return FrozenModel(module, autocast_dtype(cfg.model.dtype), offload_of(cfg, FROZEN))

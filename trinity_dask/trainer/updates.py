@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from trinity_dask.algorithm.aggregate import Denominator
+from trinity_dask.algorithm.rollout_correction import ratio_metrics
 from trinity_dask.trainer.gradients import GradientGroup
 from trinity_dask.trainer.step_rows import StepRows
 
@@ -74,3 +75,10 @@ def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
         yield
     finally:
         metrics[f"time/{name}"] = time.perf_counter() - start
+
+
+def ratios(log_ratios: list[Tensor]) -> dict[str, float]:
+    """``update/*``: raw ratios of the policy to its "old" log-probs, before any clipping."""
+    values = torch.cat(log_ratios)[None] if log_ratios else torch.empty(1, 0)
+    mask = torch.ones_like(values, dtype=torch.bool)
+    return ratio_metrics(values, torch.zeros_like(values), mask, "update")
