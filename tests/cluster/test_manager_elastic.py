@@ -13,21 +13,11 @@ from typing import Any
 import pytest
 from elastic_actors import ElasticHost, Shape
 
-from trinity_dask.cluster import ClusterError, RunCluster, call, open_cluster, start_actor
+from trinity_dask.cluster import ClusterError, RunCluster, call, start_actor
 from trinity_dask.cluster import stop_actor as release
-from trinity_dask.config.schema import Config, GroupConfig
 
 WAIT_S = 200.0
 pytestmark = pytest.mark.timeout(600)
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunCluster]:
-    cfg = Config(mode="both", job_dir=str(tmp_path_factory.mktemp("cluster")))
-    cfg.cluster.dashboard_address = None
-    cfg.cluster.rollout = GroupConfig(n_workers=2, nthreads=4)
-    with open_cluster(cfg) as opened:
-        yield opened
 
 
 class Live:

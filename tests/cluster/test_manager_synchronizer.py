@@ -12,23 +12,14 @@ from typing import Any
 import pytest
 from sync_actors import Module, Plan, SyncHost, spread
 
-from trinity_dask.cluster import RunCluster, call, open_cluster, start_actor, stop_actor
-from trinity_dask.config.schema import Config, GroupConfig
+from trinity_dask.cluster import RunCluster, call, start_actor, stop_actor
+from trinity_dask.config.schema import Config
 from trinity_dask.manager import Synchronizer
 from trinity_dask.manager.sync_registry import registered_name
 
 WAIT_S = 200.0
 SHORT = 0.03  # what the scenarios of the reference count in seconds, scaled down
 pytestmark = pytest.mark.timeout(600)
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunCluster]:
-    cfg = Config(mode="both", job_dir=str(tmp_path_factory.mktemp("cluster")))
-    cfg.cluster.dashboard_address = None
-    cfg.cluster.rollout = GroupConfig(n_workers=2, nthreads=4)
-    with open_cluster(cfg) as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from distributed import Client, LocalCluster
@@ -45,3 +46,17 @@ def jobs(client: Client, tmp_path: Path, data: Path) -> Iterator[SmallJobs]:
     found = SmallJobs(client, tmp_path, data)
     yield found
     found.close()
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[dict[str, Any]]:
+    """``storage_options`` of an S3 server without buckets."""
+    from moto.server import ThreadedMotoServer  # large, and few tests need it
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as env:
+        env.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        yield {"key": "k", "secret": "s", "endpoint_url": f"http://{host}:{port}"}
+    server.stop()

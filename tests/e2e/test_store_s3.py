@@ -1,7 +1,6 @@
 """The store on S3: a real HTTP server that speaks the protocol, started by the test."""
 
 import asyncio
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,22 +17,10 @@ from trinity_dask.experience import EID, Experience
 from trinity_dask.experience.schema import from_table, to_table
 
 
-@pytest.fixture(scope="module")
-def options() -> Iterator[dict[str, Any]]:
-    pytest.importorskip("s3fs")
-    server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    with pytest.MonkeyPatch.context() as env:
-        env.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        yield {"key": "k", "secret": "s", "endpoint_url": f"http://{host}:{port}"}
-    server.stop()
-
-
 @pytest.fixture
-def url(options: dict[str, Any], request: pytest.FixtureRequest) -> str:
+def url(s3: dict[str, Any], request: pytest.FixtureRequest) -> str:
     bucket = f"b{abs(hash(request.node.name))}"
-    fsspec.filesystem("s3", **options).mkdir(bucket)
+    fsspec.filesystem("s3", **s3).mkdir(bucket)
     return f"s3://{bucket}/runs/experience"
 
 
@@ -41,11 +28,11 @@ def rows(batch: int, n: int) -> pa.Table:
     return to_table([Experience(tokens=[batch, i], eid=EID(batch, i)) for i in range(n)])
 
 
-def test_commit_read_verify(url: str, options: dict[str, Any]) -> None:
-    store = ExperienceStore(url, options)
+def test_commit_read_verify(url: str, s3: dict[str, Any]) -> None:
+    store = ExperienceStore(url, s3)
     assert store.manifests() == []
     committed = [store.commit(batch, rows(batch, batch), {"b": batch}) for batch in (2, 10, 1)]
-    other = ExperienceStore(url, options)
+    other = ExperienceStore(url, s3)
     assert [m.batch_id for m in other.manifests()] == [1, 2, 10]
     assert other.commit(2, rows(2, 7), {}) == committed[0]
     table = other.read([committed[1].ref(4, 6), committed[0].ref()])
@@ -54,30 +41,28 @@ def test_commit_read_verify(url: str, options: dict[str, Any]) -> None:
     assert other.sweep(0) == 0
 
 
-def test_concurrent_commits_have_one_winner(url: str, options: dict[str, Any]) -> None:
-    stores = [ExperienceStore(url, options) for _ in range(6)]
+def test_concurrent_commits_have_one_winner(url: str, s3: dict[str, Any]) -> None:
+    stores = [ExperienceStore(url, s3) for _ in range(6)]
     with ThreadPoolExecutor(6) as pool:
         results = list(pool.map(lambda k: stores[k].commit(1, rows(1, k + 1), {"k": k}), range(6)))
     assert len({m.path for m in results}) == 1
-    store = ExperienceStore(url, options)
+    store = ExperienceStore(url, s3)
     assert store.read([results[0].ref()]).num_rows == results[0].meta["k"] + 1
     assert store.sweep(0) == 0
 
 
-def test_a_damaged_object_is_named(url: str, options: dict[str, Any]) -> None:
-    store = ExperienceStore(url, options)
+def test_a_damaged_object_is_named(url: str, s3: dict[str, Any]) -> None:
+    store = ExperienceStore(url, s3)
     manifest = store.commit(1, rows(1, 3), {})
-    fsspec.filesystem("s3", **options).pipe_file(
-        f"{url.removeprefix('s3://')}/{manifest.path}", b"cut"
-    )
+    fsspec.filesystem("s3", **s3).pipe_file(f"{url.removeprefix('s3://')}/{manifest.path}", b"cut")
     with pytest.raises(CorruptFileError, match=manifest.path):
         store.read([manifest.ref()])
 
 
-def test_orphans_are_swept_by_age(url: str, options: dict[str, Any]) -> None:
-    store = ExperienceStore(url, options)
+def test_orphans_are_swept_by_age(url: str, s3: dict[str, Any]) -> None:
+    store = ExperienceStore(url, s3)
     manifest = store.commit(1, rows(1, 3), {})
-    fs = fsspec.filesystem("s3", **options)
+    fs = fsspec.filesystem("s3", **s3)
     fs.pipe_file(f"{url.removeprefix('s3://')}/data/9-dead.arrow", b"x")
     assert store.sweep(3600) == 0
     # an age of -2 s: the server's time stamps are whole seconds
@@ -85,13 +70,13 @@ def test_orphans_are_swept_by_age(url: str, options: dict[str, Any]) -> None:
     assert store.read([manifest.ref()]).num_rows == 3
 
 
-def test_a_missing_bucket_is_an_error_not_an_empty_batch(options: dict[str, Any]) -> None:
+def test_a_missing_bucket_is_an_error_not_an_empty_batch(s3: dict[str, Any]) -> None:
     with pytest.raises(StoreError, match="no-such-bucket/x/"):
-        ExperienceStore("s3://no-such-bucket/x", options).commit(1, rows(1, 1), {})
+        ExperienceStore("s3://no-such-bucket/x", s3).commit(1, rows(1, 1), {})
 
 
-def test_the_buffer_resumes_from_s3(url: str, options: dict[str, Any], tmp_path: Path) -> None:
-    cfg = ExperienceBufferConfig(path=url, storage_options=options, compression="zstd")
+def test_the_buffer_resumes_from_s3(url: str, s3: dict[str, Any], tmp_path: Path) -> None:
+    cfg = ExperienceBufferConfig(path=url, storage_options=s3, compression="zstd")
 
     async def scenario() -> int:
         first = ExperienceBuffer(cfg)
@@ -105,6 +90,6 @@ def test_the_buffer_resumes_from_s3(url: str, options: dict[str, Any], tmp_path:
         await second.prepare(await first.state_dict())
         rest = await second.lease(2, 10)
         assert rest is not None
-        return ExperienceStore(url, options).read(rest.refs).num_rows
+        return ExperienceStore(url, s3).read(rest.refs).num_rows
 
     assert asyncio.run(asyncio.wait_for(scenario(), 120)) == 2

@@ -1,7 +1,6 @@
 """Weights of method ``checkpoint`` on S3: a real HTTP server that speaks the protocol."""
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import fsspec
@@ -16,17 +15,9 @@ from trinity_dask.models.weight_urls import MARKER_SUFFIX, IncompleteWeights, wr
 
 
 @pytest.fixture(scope="module")
-def options() -> Iterator[dict[str, Any]]:
-    pytest.importorskip("s3fs")
-    server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    with pytest.MonkeyPatch.context() as env:
-        env.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        found = {"key": "k", "secret": "s", "endpoint_url": f"http://{host}:{port}"}
-        fsspec.filesystem("s3", **found).mkdir("runs")
-        yield found
-    server.stop()
+def options(s3: dict[str, Any]) -> dict[str, Any]:
+    fsspec.filesystem("s3", **s3).mkdir("runs")
+    return s3
 
 
 def weights(seed: int) -> list[tuple[str, torch.Tensor]]:

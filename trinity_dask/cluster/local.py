@@ -108,7 +108,9 @@ class LocalGroups:
         spec = self._cluster.worker_spec
         indices = {int(name.rpartition("-")[2]) for name in spec if name.startswith(f"{group}-")}
         leaving = [f"{group}-{index}" for index in sorted(indices) if index >= n_workers]
-        nannies = [self._cluster.workers.pop(name) for name in leaving if spec.pop(name)]
+        for name in leaving:
+            del spec[name]
+        nannies = [self._cluster.workers.pop(name) for name in leaving]
         # not by Dask's own way, which first tries to move what they hold: actors cannot move
         await asyncio.gather(*(nanny.close() for nanny in nannies))
         for index in set(range(n_workers)) - indices:

@@ -16,6 +16,14 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
+FULL_ATTENTION = "full_attention"
+
+
+def attention_kinds(config: Any) -> set[str]:
+    """Which kinds of layers a transformers text config names; full attention if none."""
+    return set(getattr(config, "layer_types", None) or [FULL_ATTENTION])
+
+
 def check_model_dir(path: str) -> None:
     """Raises ValueError unless ``path`` is a directory with config, weights and tokenizer."""
     root = Path(path)

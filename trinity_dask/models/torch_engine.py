@@ -196,7 +196,7 @@ def load_model(path: str, dtype: str, device: str, trust_remote_code: bool = Fal
     """
     from transformers import AutoModelForCausalLM
 
-    from trinity_dask.models.checks import check_model_dir
+    from trinity_dask.models.checks import FULL_ATTENTION, attention_kinds, check_model_dir
     from trinity_dask.models.quiet import quiet_loading
 
     check_model_dir(path)
@@ -204,8 +204,8 @@ def load_model(path: str, dtype: str, device: str, trust_remote_code: bool = Fal
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch_dtype(dtype), trust_remote_code=trust_remote_code
         )
-    layer_types = set(getattr(model.config, "layer_types", None) or ["full_attention"])
-    if layer_types != {"full_attention"}:
+    layer_types = attention_kinds(model.config)
+    if layer_types != {FULL_ATTENTION}:
         raise ValueError(
             f"the torch engine handles full attention only; {path!r} has layers of type "
             f"{sorted(layer_types)}; use explorer.rollout_model.engine_type=vllm"

@@ -140,9 +140,10 @@ class WorkThread(Generic[Req, Res]):
                     if not waiter.future.cancelled():
                         weight += self._weight(request)
                         batch.append((request, waiter))
-                done = bool(self._requests) or weight >= self._max_weight
-                done = done or self._closed or bool(self._calls) or time.monotonic() >= end
-                if done or not self._wake.wait(QUIET_S):
+                full = bool(self._requests) or weight >= self._max_weight
+                if full or self._closed or self._calls or time.monotonic() >= end:
+                    break
+                if not self._wake.wait(QUIET_S):
                     break
         return batch
 

@@ -69,16 +69,16 @@ class TrainEngine:
     ) -> None:
         self.spec = spec
         self.settings = settings
-        cfg, offload = settings.critic, settings.offload
-        optimizer = (settings.optimizer, settings.grad_clip)
-        self.policy = self._trainable(model, *optimizer, group, offload)
+        self.policy = self._trainable(
+            model, settings.optimizer, settings.grad_clip, group, settings.offload
+        )
         self.group = self.policy.group
         self.device = self.policy.device
         self.reference = reference
         self.teacher = teacher
         self.critic: Optional[Critic] = None
         if critic is not None:
-            offload = offload if cfg.offload is None else cfg.offload
+            cfg, offload = settings.critic, settings.critic_offload
             of_critic = self._trainable(critic, cfg.optimizer, cfg.grad_clip, group, offload)
             self.critic = Critic(of_critic, cfg)
         # rows that no sampler drew (sft, cpt, dpo) have their likelihood at temperature 1

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Optional
 
 import torch
@@ -23,11 +24,13 @@ from trinity_dask.trainer.shared_prompts import (
     is_proven,
     join,
     may_share,
+    positions,
     prove,
 )
 from trinity_dask.trainer.token_scores import score_tokens
 
 LOGITS_BYTES = 256 << 20
+Score = Callable[[Tensor], list[Tensor]]  # hidden states of the response -> Scores' tensors
 
 
 @dataclass(frozen=True)
@@ -95,8 +98,9 @@ class Scorer:
         if micro.shared is not None and self._shares and not is_proven(self.model):
             self._prove(micro)
         if not keep_logits and self._head is not None and self._is_large(targets.numel()):
+            score = partial(self._scored, targets, entropy, entropy_gradient)
             in_parts = self._in_parts_shared if self._shared(micro) else self._in_parts
-            scores = in_parts(self._head, micro, targets, entropy, entropy_gradient)
+            scores = in_parts(micro, score)
             if scores is not None:
                 return scores
         logits = self.response_logits(micro)
@@ -127,38 +131,20 @@ class Scorer:
         assert self._head is not None
         return 4 * n_tokens * self._head.out_features > self.logits_bytes
 
-    def _in_parts(
-        self,
-        head: torch.nn.Linear,
-        micro: MicroBatch,
-        targets: Tensor,
-        entropy: bool,
-        entropy_gradient: bool,
-    ) -> Optional[Scores]:
+    def _in_parts(self, micro: MicroBatch, score: Score) -> Optional[Scores]:
         """Scores computed in the place of the logits; None if the model changes its logits."""
         scored: list[Tensor] = []
 
-        def score(hidden: Tensor) -> Tensor:
-            hidden = hidden[:, -micro.response_width :]
-            scored.extend(self._scored(head, hidden, targets, entropy, entropy_gradient))
+        def in_place(hidden: Tensor) -> Tensor:
+            scored.extend(score(hidden[:, -micro.response_width :]))
             return scored[0]
 
-        with _replaced_forward(head, score):
+        assert self._head is not None
+        with _replaced_forward(self._head, in_place):
             output = self._forward(micro)
-        if output is not scored[0]:
-            # e.g. soft-capped logits: what the model does to them it would do to log-probs
-            self._head = None
-            return None
-        return Scores(*scored)
+        return Scores(*scored) if self._unchanged([output], scored[:1]) else None
 
-    def _in_parts_shared(
-        self,
-        head: torch.nn.Linear,
-        micro: MicroBatch,
-        targets: Tensor,
-        entropy: bool,
-        entropy_gradient: bool,
-    ) -> Optional[Scores]:
+    def _in_parts_shared(self, micro: MicroBatch, score: Score) -> Optional[Scores]:
         """As :meth:`_in_parts`; the head works once, on what both passes left for it."""
         seen: list[Tensor] = []
 
@@ -166,24 +152,28 @@ class Scorer:
             seen.append(hidden)
             return hidden
 
+        assert self._head is not None
         assert micro.shared is not None
-        with _replaced_forward(head, keep):
+        with _replaced_forward(self._head, keep):
             outputs = self._outputs(micro)
-        if any(a is not b for a, b in zip(outputs, seen, strict=True)):
-            self._head = None
+        if not self._unchanged(outputs, seen):
             return None
-        hidden = join(outputs, micro.shared)
-        return Scores(*self._scored(head, hidden, targets, entropy, entropy_gradient))
+        return Scores(*score(join(outputs, micro.shared)))
+
+    def _unchanged(self, outputs: list[Tensor], of_head: list[Tensor]) -> bool:
+        """Whether the model gives out what its head does. If not (soft-capped logits, say), it
+        would do to log-probs what it does to logits, and its head is left alone from now on."""
+        same = all(a is b for a, b in zip(outputs, of_head, strict=True))
+        if not same:
+            self._head = None
+        return same
 
     def _scored(
-        self,
-        head: torch.nn.Linear,
-        hidden: Tensor,
-        targets: Tensor,
-        entropy: bool,
-        entropy_gradient: bool,
+        self, targets: Tensor, entropy: bool, entropy_gradient: bool, hidden: Tensor
     ) -> list[Tensor]:
         """Log-probs and, where wanted, entropies ``[b, R]`` from hidden states ``[b, R, H]``."""
+        head = self._head
+        assert head is not None
         dtype = hidden.dtype if self.autocast is None else self.autocast
         flat = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
         goal, heat = targets.reshape(-1), self.temperature
@@ -239,8 +229,3 @@ def _replaced_forward(module: torch.nn.Module, forward: Callable[..., Tensor]) -
         yield
     finally:
         del module.forward  # the class's own again
-
-
-def positions(attention_mask: Tensor) -> Tensor:
-    """Position of each token among the real ones: int64, padding clamped to 0."""
-    return (attention_mask.cumsum(dim=1) - 1).clamp(min=0)

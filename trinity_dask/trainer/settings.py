@@ -11,6 +11,7 @@ from typing import Optional
 import torch
 
 from trinity_dask.config.schema import Config, CriticConfig, OptimizerConfig
+from trinity_dask.trainer.layout import CRITIC, POLICY, offload_of
 from trinity_dask.trainer.logprobs import LOGITS_BYTES
 
 
@@ -26,6 +27,7 @@ class EngineSettings:
     temperature: float = 1.0
     autocast: Optional[torch.dtype] = None
     offload: bool = False
+    critic_offload: bool = False
     logits_bytes: int = LOGITS_BYTES
     seed: int = 42
     grad_clip: float = 1.0
@@ -46,7 +48,8 @@ class EngineSettings:
             total_steps=trainer.total_steps or cfg.buffer.total_steps,
             temperature=cfg.model.temperature,
             autocast=autocast,
-            offload=trainer.offload,
+            offload=offload_of(cfg, POLICY),
+            critic_offload=offload_of(cfg, CRITIC),
             logits_bytes=trainer.logits_mb << 20,
             seed=cfg.seed,
             grad_clip=trainer.grad_clip,

@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trinity_dask.models.checks import FULL_ATTENTION, attention_kinds
+
 if TYPE_CHECKING:
     from trinity_dask.trainer.batching import MicroBatch
 
@@ -64,10 +66,15 @@ def _numbered(lengths: np.ndarray, ids: np.ndarray) -> np.ndarray:
     return np.fromiter((known.setdefault(key, len(known)) for key in keys), np.int64, len(ids))
 
 
+def _kinds(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    _, first, of_row = np.unique(numbers, return_index=True, return_inverse=True)
+    return first, of_row
+
+
 def distinct(numbers: np.ndarray) -> Optional[tuple[np.ndarray, np.ndarray]]:
     """``(first, of_row)``: one row of each kind, and the kind of each row, int64; None when
     too few are alike."""
-    _, first, of_row = np.unique(numbers, return_index=True, return_inverse=True)
+    first, of_row = _kinds(numbers)
     return None if len(first) > (1 - WORTH) * len(numbers) else (first, of_row)
 
 
@@ -75,7 +82,7 @@ def shared_prompts(
     numbers: np.ndarray, prompt_width: int, response_width: int
 ) -> Optional[SharedPrompts]:
     """How the rows with these prompt numbers share them; None when it saves too little."""
-    _, first, of_row = np.unique(numbers, return_index=True, return_inverse=True)
+    first, of_row = _kinds(numbers)
     saved = (len(numbers) - len(first)) * prompt_width
     if saved < WORTH * len(numbers) * (prompt_width + response_width):
         return None
@@ -92,7 +99,7 @@ def forward_shared(model: Any, micro: MicroBatch, shared: SharedPrompts) -> list
     masks: dict[str, Any] = {}
     if micro.padded_left:
         mask = micro.attention_mask.index_select(0, first)[:, :width]
-        masks = {"attention_mask": mask, "position_ids": _positions(mask)}
+        masks = {"attention_mask": mask, "position_ids": positions(mask)}
     cache = DynamicCache()
     head = model(
         input_ids=micro.input_ids.index_select(0, first)[:, :width],
@@ -110,7 +117,7 @@ def forward_shared(model: Any, micro: MicroBatch, shared: SharedPrompts) -> list
 def _after_prompts(model: Any, micro: MicroBatch, cache: Any) -> Tensor:
     width = micro.prompt_width
     mask = micro.attention_mask[:, :-1]
-    inputs: dict[str, Any] = {"position_ids": _positions(mask)[:, width:]}
+    inputs: dict[str, Any] = {"position_ids": positions(mask)[:, width:]}
     if micro.padded_left:
         inputs["attention_mask"] = mask
     return model(
@@ -131,8 +138,9 @@ def join(parts: list[Tensor], shared: SharedPrompts) -> Tensor:
     return heads if len(parts) == 1 else torch.cat([heads, parts[1]], dim=1)
 
 
-def _positions(mask: Tensor) -> Tensor:
-    return (mask.cumsum(dim=1) - 1).clamp(min=0)
+def positions(attention_mask: Tensor) -> Tensor:
+    """Position of each token among the real ones: int64, padding clamped to 0."""
+    return (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
 
 
 # which models can ----------------------------------------------------------------------------
@@ -169,12 +177,11 @@ def prove(model: Any, shared: Tensor, plain: Tensor, mask: Tensor, rounded: bool
 
 
 def _has_full_attention(model: Any) -> bool:
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else None
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    config = model.config.get_text_config()
     slides = getattr(config, "sliding_window", None) is not None and bool(
         getattr(config, "use_sliding_window", True)
     )
-    return config is not None and kinds == {"full_attention"} and not slides
+    return attention_kinds(config) == {FULL_ATTENTION} and not slides
 
 
 def _takes_cache(model: Any) -> bool:
