@@ -147,6 +147,17 @@ class ElasticHost:
         pid = (await self.engine(slot))["pid"]
         await rpc(self.rank, "kill_while_sending", pid, timeout=TIMEOUT_S)
 
+    async def kill_reborn_in_their_broadcast(self, times: int) -> None:
+        """The next ``times`` engines that are born again die while they get their weights."""
+        bring, left = self.pool.on_reborn, itertools.count(times, -1)
+
+        async def killing(slot: str) -> None:
+            if next(left) > 0:
+                await self.kill_in_next_broadcast(slot)
+            await bring(slot)
+
+        self.pool.on_reborn = killing
+
     async def finish(self) -> dict[str, Any]:
         """End, and say which version every engine holds."""
         self.ending.set()

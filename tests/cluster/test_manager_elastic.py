@@ -101,6 +101,18 @@ def test_a_rank_that_dies_inside_a_broadcast_costs_one_retry(live: Live) -> None
     live.end(["engine-0", "engine-1"])
 
 
+@pytest.mark.parametrize("live", [Shape("nccl", n_engines=1)], indirect=True)
+def test_one_that_dies_while_it_gets_its_weights_is_born_once_more(live: Live) -> None:
+    """Whichever side of the group reports the loss."""
+    live.until(lambda facts: facts["version"] >= 1)
+    live.ask("kill_reborn_in_their_broadcast", 2)
+    live.ask("kill_in_next_broadcast", "engine-0")
+    live.until(lambda facts: facts["restarts"] == 3)
+    live.until(lambda facts: facts["ready"] == 1)
+    live.new_version()
+    live.end(["engine-0"])
+
+
 PATIENT = Shape("memory", max_restarts=1, rejoin_timeout_s=WAIT_S)
 
 

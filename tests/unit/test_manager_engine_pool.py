@@ -135,7 +135,10 @@ class World:
             await self._load(slot, self.version)
 
     async def _load(self, slot: str, version: int) -> None:
-        await self.rpc(self.pool.handle(slot), "update_weights", timeout=1.0)
+        try:
+            await self.rpc(self.pool.handle(slot), "update_weights", timeout=1.0)
+        except ActorLost as error:  # the other end of the group sees it first
+            raise RuntimeError("connection closed by peer") from error
         self.actors[self.pool.handle(slot).key].version = version
 
     async def transfer(self) -> None:
@@ -149,7 +152,7 @@ class World:
                     if slots:
                         self.version += 1
                         return
-            except ActorLost:
+            except RuntimeError:
                 await self.pool.look_for_lost()
 
     def check(self) -> None:
@@ -218,6 +221,14 @@ def test_whoever_is_there_serves_the_newest_version(
         assert actor.open
         assert (actor.version or 0) == world.version
     assert pool.n_ready == len(pool.slots())
+
+
+@pytest.mark.parametrize("ticks", range(1, 30))
+def test_a_second_death_at_any_moment_of_a_start_is_one_more_loss(ticks: int) -> None:
+    events = [(0, "transfer", ""), (10, "kill", "engine-0"), (10 + ticks, "kill", "engine-0")]
+    world = asyncio.run(play(SLOTS[:1], events))
+    assert world.pool.failure is None
+    assert world.pool.n_ready == 1
 
 
 def test_a_change_of_members_is_a_new_generation() -> None:

@@ -78,6 +78,7 @@ class EnginePool:
         self.on_reborn: Callable[[str], Awaitable[None]] | None = None
         self.facts: dict[str, dict[str, Any]] = {}
         self.restarts = 0
+        self.losses = 0  # engines that took part and were lost
         self._spec_of = spec_of
         self._engines: dict[str, _Engine] = {}
         self._arrivals: Arrivals | None = None
@@ -201,15 +202,24 @@ class EnginePool:
         await asyncio.gather(*(self._look(e) for e in self._engines.values() if e.holds))
 
     async def _look(self, engine: _Engine) -> None:
+        if await self._is_gone(engine):
+            self._lost(engine)
+
+    async def is_gone(self, slot: str) -> bool:
+        """Whether the engine at ``slot`` is no more; asked of it, and at most LOOK_TIMEOUT_S."""
+        return await self._is_gone(self._engines[slot])
+
+    @staticmethod
+    async def _is_gone(engine: _Engine) -> bool:
         try:
             facts = await rpc(engine.ref.handle, "describe", timeout=LOOK_TIMEOUT_S)
         except ActorLost:
-            self._lost(engine)
+            return True
         except TimeoutError as error:
             log.warning("%s; it is taken to be busy", error)
-        else:
-            if facts.get("model_version", 0) is None:  # closed: its worker is about to leave
-                self._lost(engine)
+            return False
+        # closed: its worker is about to leave
+        return facts.get("model_version", 0) is None
 
     def _watch(self, engine: _Engine) -> None:
         on_lost(engine.ref, lambda *_: self._lost(engine))
@@ -218,6 +228,7 @@ class EnginePool:
         if self._closing or engine.slot in self._busy:
             return
         engine.holds = engine.ready = False
+        self.losses += 1
         log.warning("engine %s was lost with its worker; re-creating it", engine.slot)
         self._work_on(engine.slot, self._rebuild(engine))
 
@@ -258,14 +269,20 @@ class EnginePool:
         self.restarts += 1
         try:
             engine.ref = await recreate_actor(engine.ref, timeout=self.rejoin_timeout_s)
-            engine.incarnation += 1
-            await self._prepare(engine)
-            await self._take_in(engine)
-        except ActorLost as error:
-            log.warning("engine %s was lost while it started: %s", engine.slot, error)
-            return False
         except TimeoutError as error:
             raise EngineGone(str(error)) from error
+        engine.incarnation += 1
+        try:
+            await self._prepare(engine)
+            await self._take_in(engine)
+        except WeightMismatch:
+            raise
+        except Exception as error:
+            # whoever of a group sees the loss first reports it in its own words
+            if not isinstance(error, ActorLost) and not await self._is_gone(engine):
+                raise
+            log.warning("engine %s was lost while it started: %s", engine.slot, error)
+            return False
         log.info("engine %s serves again", engine.slot)
         return True
 

@@ -7,19 +7,15 @@ with its proof; the synchronizer learns the outcome of every version it has lent
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import Any, Optional
 
 from trinity_dask.cluster.rpc import ActorHandle, rpc
 from trinity_dask.config.schema import SynchronizerConfig
 from trinity_dask.manager.engine_pool import EnginePool
-from trinity_dask.manager.errors import WeightMismatch
+from trinity_dask.manager.transfer_retries import until_through
 from trinity_dask.manager.weight_shelf import Published
 from trinity_dask.manager.weight_transport import WeightTransport
 
-log = logging.getLogger("trinity_dask.synchronizer")
-
-LOAD_ATTEMPTS = 3
 CALL_TIMEOUT_S = 30.0
 
 
@@ -80,27 +76,21 @@ class RemoteSynchronizer:
     async def _load(self, published: Published, step: Optional[int]) -> int:
         """Into every engine of this process; the synchronizer is told how it went."""
         try:
-            await self._load_with_retry(published)
+            await until_through(
+                self._pool,
+                lambda: self._load_once(published),
+                f"loading version {published.version}",
+                self.cfg.sync_timeout_s,
+            )
         except BaseException:
             await self._call("explorer_loaded", self.name, None, step)
             raise
         self._current = published
         return await self._call("explorer_loaded", self.name, published.version, step)
 
-    async def _load_with_retry(self, published: Published) -> None:
-        for attempt in range(1, LOAD_ATTEMPTS + 1):
-            await self._pool.wait_present(self.cfg.sync_timeout_s)
-            try:
-                async with self._lock:
-                    self.metrics = await self._transport.load(published, self._pool.slots())
-                return
-            except WeightMismatch:
-                raise
-            except Exception as error:
-                if attempt == LOAD_ATTEMPTS:
-                    raise
-                log.warning("loading version %d failed (%s); again", published.version, error)
-                await self._pool.look_for_lost()
+    async def _load_once(self, published: Published) -> None:
+        async with self._lock:
+            self.metrics = await self._transport.load(published, self._pool.slots())
 
     async def _bring_current_weights(self, slot: str) -> None:
         """The version that the others serve; its file stays while it is served."""

@@ -15,19 +15,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from trinity_dask.cluster.rpc import ActorLost, rpc
 from trinity_dask.config.schema import SynchronizerConfig
-from trinity_dask.manager.engine_pool import LOOK_TIMEOUT_S, EnginePool
+from trinity_dask.manager.engine_pool import EnginePool
 from trinity_dask.manager.errors import WeightMismatch
 from trinity_dask.manager.sync_state import RunningStatus, SyncState
 from trinity_dask.manager.trainer_side import TrainerSide
+from trinity_dask.manager.transfer_retries import TRANSFER_ATTEMPTS, until_through
 from trinity_dask.manager.weight_shelf import Published, WeightShelf
 from trinity_dask.manager.weight_transport import WeightTransport
 from trinity_dask.models.protocol import WeightReceipt, WeightUpdate
 
 log = logging.getLogger("trinity_dask.synchronizer")
-
-TRANSFER_ATTEMPTS = 3
 
 
 @dataclass
@@ -75,19 +73,14 @@ class WeightCarrier:
         """Bring ``version`` to every engine of ``name``; the trainer stands still, or the
         version is published."""
         with self._standing_still(version):
-            for attempt in range(1, TRANSFER_ATTEMPTS + 1):
+            await until_through(
+                self.pool(name),
                 # not under the lock: an engine that comes back takes it for its own weights
-                await self.pool(name).wait_present(self.cfg.sync_timeout_s)
-                try:
-                    await self._load_once(name, version)
-                    return
-                except WeightMismatch:
-                    raise
-                except Exception as error:
-                    if attempt == TRANSFER_ATTEMPTS:
-                        raise
-                    log.warning("sending version %d failed (%s); once more", version, error)
-                    await self._revive(name)
+                lambda: self._load_once(name, version),
+                f"sending version {version}",
+                self.cfg.sync_timeout_s,
+                self._ensure_standing_trainer,
+            )
 
     async def _load_once(self, name: str, version: int) -> None:
         to = self._attached[name]
@@ -165,11 +158,6 @@ class WeightCarrier:
         )
 
     # losses ---------------------------------------------------------------------------
-    async def _revive(self, name: str) -> None:
-        """Notice who died in a transfer now: the next attempt needs everyone."""
-        await self.pool(name).look_for_lost()
-        await self._ensure_standing_trainer()
-
     async def _ensure_standing_trainer(self) -> None:
         if self.state.trainer is not RunningStatus.RUNNING:
             await self.ensure_trainer()
@@ -190,7 +178,7 @@ class WeightCarrier:
             except WeightMismatch:
                 raise
             except Exception as error:
-                if attempt == TRANSFER_ATTEMPTS or await self._is_lost(name, slot):
+                if attempt == TRANSFER_ATTEMPTS or await self.pool(name).is_gone(slot):
                     raise
                 log.warning("weights for reborn %s failed (%s); once more", slot, error)
                 await self.ensure_trainer()
@@ -212,13 +200,6 @@ class WeightCarrier:
         finally:
             state.sending -= standing
         self._moved(metrics, [slot])
-
-    async def _is_lost(self, name: str, slot: str) -> bool:
-        try:
-            await rpc(self.pool(name).handle(slot), "describe", timeout=LOOK_TIMEOUT_S)
-        except ActorLost:
-            return True
-        return False
 
 
 def _on_shelf(shelf: WeightShelf, version: int, weights: Mapping[str, Any] | str) -> Published:
