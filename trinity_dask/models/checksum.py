@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -50,10 +50,27 @@ class Digest:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Account one whole tensor under ``name``; any dtype, shape and device."""
-        tensor = tensor.detach()
-        label = f"{name}|{str(tensor.dtype).removeprefix('torch.')}|{tuple(tensor.shape)}"
-        self._sum = (self._sum + _mix(_content(tensor) ^ _hash_label(label))) & _MASK_64
-        self.n_bytes += tensor.numel() * tensor.element_size()
+        data = _bytes_of(tensor)
+        self._add(name, tensor, _content(data), data.numel())
+
+    def add_copying(self, name: str, tensor: torch.Tensor, to: torch.Tensor) -> None:
+        """As :meth:`add`, of a tensor in a CPU's memory, and copy its bytes to ``to`` (uint8,
+        as many as it has): what was hashed is still in the cache when it is copied."""
+        data = _bytes_of(tensor)
+        if data.numel() <= COPY_BYTES:
+            self._add(name, tensor, _content(data), data.numel())
+            to.copy_(data)
+            return
+        content = xxhash.xxh3_64()
+        for source, target in zip(data.split(COPY_BYTES), to.split(COPY_BYTES), strict=True):
+            content.update(source.numpy())
+            target.copy_(source)
+        self._add(name, tensor, content.intdigest(), data.numel())
+
+    def _add(self, name: str, tensor: torch.Tensor, content: int, n_bytes: int) -> None:
+        label = _hash_label(name, tensor.dtype, tensor.shape)
+        self._sum = (self._sum + _mix(content ^ label)) & _MASK_64
+        self.n_bytes += n_bytes
 
     def join(self, other: Digest) -> None:
         """Account what ``other`` did; the tensors of the two are different ones."""
@@ -74,13 +91,37 @@ def checksum(named: Iterable[tuple[str, torch.Tensor]]) -> int:
     return digest.value
 
 
-def in_threads(work: Callable[[T], Digest], items: Iterable[T]) -> Digest:
-    """The digests of all ``items`` joined; several threads share the work."""
+def in_threads(work: Callable[[Digest, T], None], items: Sequence[T], sizes: list[int]) -> Digest:
+    """``work(digest, item)`` for all ``items`` of ``sizes`` bytes; several threads share them.
+
+    Neighbours stay together, and each thread has a few lots of about the same size: one call
+    per tensor would cost more than small tensors do.
+    """
     total = Digest()
+
+    def one_lot(lot: Sequence[T]) -> Digest:
+        digest = Digest()
+        for item in lot:
+            work(digest, item)
+        return digest
+
     with ThreadPoolExecutor(N_THREADS, "weights") as pool:
-        for digest in pool.map(work, items):
+        for digest in pool.map(one_lot, _lots(items, sizes)):
             total.join(digest)
     return total
+
+
+def _lots(items: Sequence[T], sizes: list[int]) -> list[list[T]]:
+    limit = sum(sizes) // (N_THREADS * LOTS_PER_THREAD) + 1
+    lots: list[list[T]] = [[]]
+    room = limit
+    for item, size in zip(items, sizes, strict=True):
+        if lots[-1] and size > room:
+            lots.append([])
+            room = limit
+        lots[-1].append(item)
+        room -= size
+    return lots
 
 
 def _cores() -> int:
@@ -90,9 +131,13 @@ def _cores() -> int:
 
 
 N_THREADS = min(4, _cores())  # memory is no faster for more
+LOTS_PER_THREAD = 6
+COPY_BYTES = 1 << 22
 
 
-def _hash_label(label: str) -> int:
+@lru_cache(maxsize=1 << 16)  # a model's tensors are the same at each update
+def _hash_label(name: str, dtype: torch.dtype, shape: torch.Size) -> int:
+    label = f"{name}|{str(dtype).removeprefix('torch.')}|{tuple(shape)}"
     return int.from_bytes(hashlib.blake2b(label.encode(), digest_size=8).digest(), "little")
 
 
@@ -115,10 +160,15 @@ def _factors(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return factors[:ROW_WORDS], factors[ROW_WORDS:]
 
 
-def _content(tensor: torch.Tensor) -> int:
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     import torch
 
-    data = tensor.contiguous().view(-1).view(torch.uint8)
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _content(data: torch.Tensor) -> int:
+    import torch
+
     if _on_cpu(data):
         memory: Any = data.numpy()
         return xxhash.xxh3_64_intdigest(memory)

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trinity_dask.models.checksum import Digest, in_threads
-from trinity_dask.models.weight_files import layout_of, read_layout
+from trinity_dask.models.protocol import TensorMeta
+from trinity_dask.models.weight_files import layout_of, meta_of, read_layout
 
 if TYPE_CHECKING:
     import torch
@@ -57,14 +58,12 @@ class SharedFiles:
             head = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
             memory[: len(head)] = head
 
-            def copy(place: tuple[str, int, int]) -> Digest:
+            def copy(digest: Digest, place: tuple[str, int, int]) -> None:
                 key, start, end = place
-                memory[start:end] = tensors[key].view(-1).view(torch.uint8)
-                digest = Digest()  # while the tensor is in the cache
-                digest.add(key, tensors[key])
-                return digest
+                digest.add_copying(key, tensors[key], memory[start:end])
 
-            digest = in_threads(copy, layout.places)
+            sizes = [end - start for _, start, end in layout.places]
+            digest = in_threads(copy, layout.places, sizes)
             os.rename(name, path)
         return digest
 
@@ -110,6 +109,10 @@ class Look:
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """``(name, tensor)`` in the order of the file. They may be read until :meth:`end`."""
         return read_layout(self._memory)
+
+    def meta(self) -> tuple[TensorMeta, ...]:
+        """What :meth:`tensors` are."""
+        return meta_of(self._memory)
 
     def end(self) -> None:
         """The file may be written again. Idempotent."""

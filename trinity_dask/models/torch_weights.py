@@ -7,7 +7,7 @@ first parameter changes, so a transfer that breaks leaves the old weights whole.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ def incoming(
     group: WeightGroup | None,
     digest: Digest,
     memory: torch.Tensor | None = None,
+    own: Mapping[str, torch.Tensor] | None = None,
 ) -> Iterable[tuple[str, torch.Tensor]]:
     """The tensors of ``update``, from the group (see :func:`recv`) or from its file, which is
     one of this machine (see :func:`fetched`).
@@ -57,7 +58,7 @@ def incoming(
     """
     check_update(update, group)
     if group is not None and update.method == "nccl":
-        return recv(group, update.meta, update.bucket_bytes, digest, memory)
+        return recv(group, update.meta, update.bucket_bytes, digest, memory, own)
     return read_safetensors(str(update.path), digest)
 
 

@@ -34,12 +34,7 @@ from trinity_dask.models.shared_weights import Look, SharedFiles
 from trinity_dask.models.torch_weights import check_update, incoming
 from trinity_dask.models.transfer_group import WeightGroup, make_group, rank_of_worker
 from trinity_dask.models.vllm_adapter import AdapterHolder
-from trinity_dask.models.vllm_cpu_loader import (
-    CpuLoader,
-    NoPlan,
-    pack_at_first_use,
-    plan_cpu_loader,
-)
+from trinity_dask.models.vllm_cpu_loader import CpuLoader, NoPlan, plan_cpu_loader
 from trinity_dask.models.vllm_plugin import register
 from trinity_dask.models.vllm_prompt_logprobs import heat_prompt_logprobs
 from trinity_dask.models.weight_files import file_meta
@@ -127,11 +122,12 @@ class TrinityTransfer(WeightTransferEngine[GroupInfo, UpdateInfo]):
         loader = None if self.adapter else self._cpu_loader(update)
         if self.adapter is not None:
             self.adapter.stage(dict(incoming(update, self.group, digest)))
-        elif loader is not None and update.method == "memory" and os.path.isfile(str(update.path)):
+        elif loader is not None and _is_shared(update):
             look, digest = self._load_shared(loader, str(update.path))
         elif loader is not None and update.method == "nccl":
             lease = loader.lease(memory_bytes(update.meta, update.bucket_bytes))
-            loader.load(incoming(update, self.group, digest, lease.memory), lease)
+            own = loader.own_memory(update.meta)
+            loader.load(incoming(update, self.group, digest, lease.memory, own), lease)
         elif loader is not None:
             # copies: what is packed later must not wait on a disk, nor on a file that is gone
             arriving = incoming(update, self.group, digest)
@@ -139,9 +135,6 @@ class TrinityTransfer(WeightTransferEngine[GroupInfo, UpdateInfo]):
         else:
             self.half_loaded = True
             load_weights(self.model, self.model_config, incoming(update, self.group, digest))
-        if loader is not None:
-            for module in tied_packed_layers(self.model):
-                pack_at_first_use(module)
         self.half_loaded = self.adapter is not None  # until the staged adapter is taken
         self._look, before = look, self._look
         if before is not None:  # nothing of the version before is in use any more
@@ -161,15 +154,24 @@ class TrinityTransfer(WeightTransferEngine[GroupInfo, UpdateInfo]):
         """The fast loader for these tensors, if there is one; planned once per list."""
         if self.device.type != "cpu" or self.parallel_config.world_size > 1:
             return None
-        meta = update.meta or file_meta(str(update.path))
+        meta = update.meta or self._meta_of_file(update)
         if meta not in self._planned:
             self._planned[meta] = self._plan(meta)
         return self._planned[meta]
 
+    def _meta_of_file(self, update: WeightUpdate) -> tuple[TensorMeta, ...]:
+        if not _is_shared(update):
+            return file_meta(str(update.path))
+        look = self._shared.look(str(update.path))
+        try:
+            return look.meta()
+        finally:
+            look.end()
+
     def _plan(self, meta: tuple[TensorMeta, ...]) -> Optional[CpuLoader]:
         dtype: Any = self.model_config.dtype
         try:
-            return plan_cpu_loader(self.model, meta, dtype)
+            return plan_cpu_loader(self.model, meta, dtype, tied_packed_layers(self.model))
         except NoPlan as reason:
             log.warning("weights take vLLM's layer-wise reload, which is slower: %s", reason)
             return None
@@ -181,6 +183,11 @@ class TrinityTransfer(WeightTransferEngine[GroupInfo, UpdateInfo]):
         group, self.group = self.group, None
         if group is not None:
             group.close()
+
+
+def _is_shared(update: WeightUpdate) -> bool:
+    """Whether it lies in one file in shared memory."""
+    return update.method == "memory" and os.path.isfile(str(update.path))
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

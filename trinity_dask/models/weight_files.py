@@ -16,6 +16,7 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from trinity_dask.models.checksum import Digest
@@ -97,17 +98,21 @@ def layout_of(tensors: Mapping[str, torch.Tensor]) -> Layout:
     Raises:
         ValueError: a tensor's dtype has no name in the format.
     """
+    return _layout(
+        tuple((n, _dtype_name(n, t), tuple(t.shape), t.nbytes) for n, t in tensors.items())
+    )
+
+
+@lru_cache(maxsize=4)  # a model's tensors are the same at each version
+def _layout(tensors: tuple[tuple[str, str, tuple[int, ...], int], ...]) -> Layout:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end, places = 0, []
-    for name, tensor in tensors.items():
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if dtype not in DTYPES:
-            raise ValueError(f"{name} is {dtype}; a weight file holds {', '.join(DTYPES)}")
-        start, end = end, end + tensor.numel() * tensor.element_size()
+    for name, dtype, shape, n_bytes in tensors:
+        start, end = end, end + n_bytes
         places.append((name, start, end))
         entries[name] = {
             "dtype": DTYPES[dtype],
-            "shape": list(tensor.shape),
+            "shape": list(shape),
             "data_offsets": [start, end],
         }
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -116,20 +121,46 @@ def layout_of(tensors: Mapping[str, torch.Tensor]) -> Layout:
     return Layout(header, [(n, a + len(header), b + len(header)) for n, a, b in places])
 
 
+def _dtype_name(name: str, tensor: torch.Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise ValueError(f"{name} is {dtype}; a weight file holds {', '.join(DTYPES)}")
+    return dtype
+
+
 def read_layout(memory: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     """``(name, tensor)`` of a file that lies in ``memory`` (uint8), as views of it."""
+    text = _header_of(memory)
+    begin = 8 + len(text)
+    return [
+        (meta.name, memory[begin + start : begin + end].view(dtype).view(meta.shape))
+        for meta, dtype, start, end in _entries(text)
+    ]
+
+
+def meta_of(memory: torch.Tensor) -> tuple[TensorMeta, ...]:
+    """Metadata of the tensors of a file that lies in ``memory`` (uint8), in its order."""
+    return tuple(meta for meta, *_ in _entries(_header_of(memory)))
+
+
+def _header_of(memory: torch.Tensor) -> bytes:
+    n_bytes = int.from_bytes(memory[:8].numpy().tobytes(), "little")
+    return memory[8 : 8 + n_bytes].numpy().tobytes()
+
+
+@lru_cache(maxsize=4)
+def _entries(header: bytes) -> list[tuple[TensorMeta, torch.dtype, int, int]]:
+    """``(meta, dtype, start, end)`` in the order of the file."""
     import torch
 
-    begin = 8 + int.from_bytes(memory[:8].numpy().tobytes(), "little")
-    entries = json.loads(memory[8:begin].numpy().tobytes())
+    entries = json.loads(header)
     entries.pop("__metadata__", None)
-    dtypes = {code: getattr(torch, name) for name, code in DTYPES.items()}
+    names = {code: name for name, code in DTYPES.items()}
     found = []
-    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
-        start, end = (begin + offset for offset in entry["data_offsets"])
-        tensor = memory[start:end].view(dtypes[entry["dtype"]]).view(entry["shape"])
-        found.append((name, tensor))
-    return found
+    for name, entry in entries.items():
+        meta = TensorMeta(name, names[entry["dtype"]], tuple(entry["shape"]))
+        found.append((meta, getattr(torch, meta.dtype), *entry["data_offsets"]))
+    return sorted(found, key=lambda entry: entry[2:])
 
 
 def _write(path: str, header: bytes, tensors: Iterable[torch.Tensor], durable: bool) -> None:

@@ -236,13 +236,16 @@ def recv(
     bucket_bytes: int,
     digest: Digest | None = None,
     memory: torch.Tensor | None = None,
+    own: Mapping[str, torch.Tensor] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Receive what rank 0 sends: ``(name, tensor)`` in the order of ``meta``.
 
     Tensors are views of their bucket. The buckets lie in ``memory``, uint8 of
     :func:`memory_bytes` on the group's device; without it each has memory of its own, which is
-    never used again, so the consumer may keep them. The next buckets are on the wire while
-    this one is consumed. Every tensor is added to ``digest`` when one is given.
+    never used again, so the consumer may keep them. A tensor that is a bucket by itself is
+    received into that of its name in ``own``, contiguous and on that device. The next buckets
+    are on the wire while this one is consumed. Every tensor is added to ``digest`` when one
+    is given.
 
     Raises:
         RuntimeError: the sender died or the group's timeout passed.
@@ -251,12 +254,13 @@ def recv(
     ahead = iter(plan_buckets(meta, bucket_bytes))
     while True:
         for bucket in islice(ahead, WINDOW - len(on_wire)):
-            on_wire.append(_post(group, bucket, memory))
+            on_wire.append(_post(group, bucket, memory, own or {}))
         if not on_wire:
             return
         work, buffer, bucket = on_wire.popleft()
         work.wait()
-        on_wire.extend(_post(group, following, memory) for following in islice(ahead, 1))
+        for following in islice(ahead, 1):
+            on_wire.append(_post(group, following, memory, own or {}))
         for slot in bucket.slots:
             tensor = _view(buffer, slot)
             if digest is not None:
@@ -265,11 +269,17 @@ def recv(
 
 
 def _post(
-    group: WeightGroup, bucket: Bucket, memory: torch.Tensor | None
+    group: WeightGroup,
+    bucket: Bucket,
+    memory: torch.Tensor | None,
+    own: Mapping[str, torch.Tensor],
 ) -> tuple[Any, torch.Tensor, Bucket]:
     import torch
 
-    if memory is None:
+    name = bucket.slots[0].meta.name
+    if len(bucket.slots) == 1 and name in own:
+        buffer = own[name].view(-1).view(torch.uint8)
+    elif memory is None:
         buffer = torch.empty(bucket.n_bytes, dtype=torch.uint8, device=group.device)
     else:
         buffer = memory[bucket.start : bucket.start + bucket.n_bytes]
