@@ -1,9 +1,10 @@
 """Seconds until an engine that joins a live run, or replaces a killed one, serves its weights.
 
-A run in style ``fully_async`` starts with one engine, which says how long an engine takes by
-itself: from the start of its worker's process until it is ready to load weights. Then another
-worker is added, its engine joins, and its worker is killed. Both times are from the order (or
-the kill) until the engine takes requests with the weights that the other one serves.
+A run in style ``fully_async`` starts with one engine. Then another worker is added, its engine
+joins, and its worker is killed. Both times are from the order (or the kill) until the engine
+takes requests with the weights that the other one serves. They are held against what the engine
+itself takes then: from the start of its worker's process until it is ready to load weights. That
+is more than the first engine took, which had the machine for itself.
 
     OMP_NUM_THREADS=1 python benchmarks/elastic.py [--engine torch|vllm]
 """
@@ -58,6 +59,14 @@ def kill_worker(log: Path) -> float:
     return now
 
 
+def own_start(logs: Path, slot: str, incarnation: int) -> float:
+    """Seconds from the start of the process of a slot's worker until its engine could take
+    weights."""
+    begun = logged(logs / f"{slot.replace('engine', 'rollout')}.log", "worker process")
+    ready = logged(logs / "control-0.log", f"engine {slot} ready to load weights")
+    return ready[incarnation] - begun[incarnation]
+
+
 def config(root: Path, engine: str) -> Any:
     from trinity_dask import load_config
 
@@ -92,8 +101,7 @@ def measure(root: Path, engine: str) -> dict[str, float]:
         log = next((path for path in logs if path.is_dir()), job / "log")
         control = log / "control-0.log"
         until(run, lambda: run.status.get("model_version", 0) >= 2)
-        begun = logged(log / "rollout-0.log", "worker process")[0]
-        alone_s = logged(control, "engine engine-0 ready to load weights")[0] - begun
+        alone_s = own_start(log, "engine-0", 0)
 
         ordered = time.time()
         run.scale("rollout", 2)
@@ -106,8 +114,10 @@ def measure(root: Path, engine: str) -> dict[str, float]:
         version = run.status["model_version"]
         until(run, lambda: run.status["model_version"] > version + 1)
         found = {
-            "start_s": alone_s,
+            "start_alone_s": alone_s,
+            "start_of_joining_s": own_start(log, "engine-1", 0),
             "join_s": joined[0] - ordered,
+            "start_of_reborn_s": own_start(log, "engine-1", 1),
             "rebirth_s": again[0] - killed,
             "versions": float(run.status["model_version"]),
         }
@@ -123,24 +133,38 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         found = measure(Path(directory), args.engine)
-    limit_s = found["start_s"] + LIMIT_S
-    within = max(found["join_s"], found["rebirth_s"]) <= limit_s
+    over = {
+        "joining": found["join_s"] - found["start_of_joining_s"],
+        "reborn": found["rebirth_s"] - found["start_of_reborn_s"],
+    }
+    within = max(over.values()) <= LIMIT_S
     result = {
         args.engine: found,
-        "limit_s": limit_s,
+        "over_own_start_s": over,
+        "limit_s": LIMIT_S,
         "within_limit": within,
         "load_average": os.getloadavg()[0],
         "cpus": os.cpu_count(),
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=2) + "\n")
-    print("| engine | its own start | joins after | replaced after | allowed |")
-    print("|---|---|---|---|---|")
-    print(
-        f"| {args.engine} | {found['start_s']:.1f} s | {found['join_s']:.1f} s | "
-        f"{found['rebirth_s']:.1f} s | {limit_s:.1f} s |"
-    )
+    print(table(args.engine, found, over))
     return 0 if within else 1
+
+
+def table(engine: str, found: dict[str, float], over: dict[str, float]) -> str:
+    return "\n".join(
+        [
+            f"| {engine} engine | its own start | serves after | over its own start |",
+            "|---|---|---|---|",
+            f"| first, alone | {found['start_alone_s']:.1f} s | | |",
+            f"| joins | {found['start_of_joining_s']:.1f} s | {found['join_s']:.1f} s | "
+            f"{over['joining']:.1f} s |",
+            f"| replaces a killed one | {found['start_of_reborn_s']:.1f} s | "
+            f"{found['rebirth_s']:.1f} s | {over['reborn']:.1f} s |",
+            f"allowed over its own start: {LIMIT_S:g} s",
+        ]
+    )
 
 
 if __name__ == "__main__":
