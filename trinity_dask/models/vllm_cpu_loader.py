@@ -13,6 +13,7 @@ waits for the end of the update, need not wait for that.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from typing import Any, Optional
 import torch
 
 from trinity_dask.models.checksum import Digest, in_threads
+from trinity_dask.models.malloc import large_buffer
 from trinity_dask.models.protocol import TensorMeta
 from trinity_dask.models.weight_transfer import torch_dtype
 
@@ -59,8 +61,12 @@ class Target:
         """Memory for the next value."""
         if self.copied is None:
             spare, self.spare = self.spare, None
-            self.copied = torch.empty(self.shape, dtype=self.dtype) if spare is None else spare
+            self.copied = self._new_memory() if spare is None else spare
         return self.copied
+
+    def _new_memory(self) -> torch.Tensor:
+        n_bytes = math.prod(self.shape) * self.dtype.itemsize
+        return large_buffer(n_bytes).view(self.dtype).view(self.shape)
 
     def install(self, lease: Lease) -> None:
         """Put the next value in use."""
@@ -125,7 +131,7 @@ class CpuLoader:
         for lease in self.leases:
             if lease.n_users == 0:
                 return lease
-        self.leases.append(Lease(torch.empty(n_bytes, dtype=torch.uint8)))
+        self.leases.append(Lease(large_buffer(n_bytes)))
         return self.leases[-1]
 
     def load(self, named: Iterable[tuple[str, torch.Tensor]], lease: Optional[Lease]) -> None:

@@ -14,6 +14,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Optional
 
 from trinity_dask.models.checksum import Digest, checksum
+from trinity_dask.models.malloc import large_buffer
 from trinity_dask.models.protocol import TensorMeta
 from trinity_dask.models.transfer_group import WeightGroup, make_group
 from trinity_dask.models.weight_files import read_safetensors, write_safetensors
@@ -139,7 +140,7 @@ def lay_out(
     if not plain or tensor_meta(parameters.items()) != tuple(meta):
         return False
     device = next(iter(parameters.values())).device
-    memory = torch.empty(memory_bytes(meta, bucket_bytes), dtype=torch.uint8, device=device)
+    memory = large_buffer(memory_bytes(meta, bucket_bytes), device)
     for bucket in plan_buckets(meta, bucket_bytes):
         for slot in bucket.slots:
             place = _view(memory[bucket.start :], slot)
