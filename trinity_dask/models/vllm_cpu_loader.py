@@ -220,7 +220,7 @@ def pack_at_first_use(
             lease.n_users -= 1
         return module.cpu_linear(x, module.weight, bias)
 
-    vars(module)["cpu_linear"] = first_call  # what setting it does, in a fifth of the time
+    vars(module)["cpu_linear"] = first_call  # setting it would search the module's tensors first
 
 
 class NoPlan(Exception):
