@@ -46,9 +46,9 @@ class Run:
 
     def __init__(self, style: str, work: Workload, directory: str) -> None:
         from trinity_dask.config.schema import SynchronizerConfig
-        from trinity_dask.manager.synchronizer import Synchronizer
         from trinity_dask.models.fake_engine import FakeEngine
         from trinity_dask.models.protocol import EngineSpec
+        from trinity_dask.sync.synchronizer import Synchronizer
 
         mean_s = work.median_s * math.exp(TAIL**2 / 2)
         latency = {"fake_latency_s": mean_s, "fake_latency_sigma": TAIL, "seed": work.seed}

@@ -51,10 +51,10 @@ class WholePath:
 
     async def prepare(self) -> None:
         from trinity_dask.buffer.experience_buffer import ExperienceBuffer
+        from trinity_dask.engines.pool import EnginePool
         from trinity_dask.explorer.rollout_coordinator import RolloutCoordinator
-        from trinity_dask.explorer.taskset_reader import TasksetReader
+        from trinity_dask.explorer.tasks.taskset_reader import TasksetReader
         from trinity_dask.launcher.specs import engine_specs
-        from trinity_dask.manager.engine_pool import EnginePool
 
         self.buffer = ExperienceBuffer(self.cfg.buffer.trainer_input.experience_buffer)
         await self.buffer.prepare(None)
@@ -90,7 +90,7 @@ async def bare(root: Path) -> None:
 
     from trinity_dask.launcher.specs import engine_specs
     from trinity_dask.models.tokenizer import load_tokenizer
-    from trinity_dask.models.vllm_engine import VLLMEngine
+    from trinity_dask.models.vllm.engine import VLLMEngine
 
     stage = config(root)
     args = VLLMEngine(engine_specs(stage)[0])._engine_args()

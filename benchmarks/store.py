@@ -27,7 +27,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from trinity_dask.buffer.store import ExperienceStore
+from trinity_dask.buffer.store.experience_store import ExperienceStore
 from trinity_dask.experience import EID, Experience
 from trinity_dask.experience.schema import to_table
 

@@ -175,8 +175,8 @@ def trainer(model_path: str, threads: int) -> Callable[[int], float]:
     from trinity_dask.config.schema import Config, OptimizerConfig
     from trinity_dask.experience import EID, Experience
     from trinity_dask.experience.payload import encode
-    from trinity_dask.trainer.rank import TrainerRank
-    from trinity_dask.trainer.rows import TrainInput
+    from trinity_dask.trainer.ranks.rank import TrainerRank
+    from trinity_dask.trainer.step.rows import TrainInput
 
     cfg = Config(mode="train")
     cfg.model.model_path = model_path

@@ -39,8 +39,8 @@ from distributed import Client
 from trinity_dask.cluster import RunCluster, call, open_cluster, start_actor
 from trinity_dask.config.schema import Config, GroupConfig
 from trinity_dask.experience import Experience
-from trinity_dask.explorer.scheduler import Scheduler
-from trinity_dask.models.engine_actor import EngineActor, local_engine
+from trinity_dask.explorer.schedule.scheduler import Scheduler
+from trinity_dask.models.actor.actor import EngineActor, local_engine
 from trinity_dask.models.protocol import EngineSpec, SamplingParams
 from trinity_dask.workflows import Task, Workflow
 

@@ -32,7 +32,7 @@ import torch
 import trinity_dask
 from trinity_dask.monitor.history import load_metrics
 from trinity_dask.run import Run
-from trinity_dask.trainer.checkpoint import latest_hf_export
+from trinity_dask.trainer.checkpoints.checkpoint import latest_hf_export
 
 TRL = "trl>=1.16,<1.17"
 FLOOR = 1.5

@@ -32,8 +32,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trinity_dask.manager.weight_shelf import Published, WeightShelf
 from trinity_dask.models.protocol import WeightReceipt
+from trinity_dask.sync.shelf import Published, WeightShelf
 
 RESULT = Path(__file__).parent / "results" / "weight_sync.json"
 LIMITS = {"nccl, 1 engine": 0.8, "nccl, 2 engines": 0.8, "memory, 1 engine": 0.5}
@@ -53,7 +53,7 @@ def save_model(directory: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from trinity_dask.demo.tokenizer import ascii_tokenizer
-    from trinity_dask.models.weight_transfer import named_weights, write_safetensors
+    from trinity_dask.weights.buckets import named_weights, write_safetensors
 
     config = LlamaConfig(
         vocab_size=49_152,
@@ -91,7 +91,7 @@ def free_port() -> int:
 # the bare way -----------------------------------------------------------------------------
 def broadcast(group: Any, buffers: Sequence[Any]) -> None:
     """As many buffers on the wire at a time as a sync has."""
-    from trinity_dask.models.weight_transfer import WINDOW
+    from trinity_dask.weights.buckets import WINDOW
 
     on_wire: list[Any] = []
     for buffer in buffers:
@@ -105,7 +105,7 @@ def broadcast(group: Any, buffers: Sequence[Any]) -> None:
 def receive_bare(port: int, n_receivers: int, rank: int, sizes: list[int], rounds: int) -> None:
     import torch
 
-    from trinity_dask.models.transfer_group import make_group
+    from trinity_dask.weights.group import make_group
 
     torch.set_num_threads(1)
     group = make_group(group_spec(port, n_receivers), rank, False)
@@ -121,7 +121,7 @@ class Bare:
     def __init__(self, n_receivers: int, sizes: list[int], rounds: int) -> None:
         import torch
 
-        from trinity_dask.models.transfer_group import make_group
+        from trinity_dask.weights.group import make_group
 
         port = free_port()
         context = multiprocessing.get_context("spawn")
@@ -165,8 +165,8 @@ class Sync:
     """Our transfer of a model's weights into running engines, by each method."""
 
     def __init__(self, engines: list[Any], model: Any, directory: Path) -> None:
-        from trinity_dask.models.shared_weights import SharedFiles
-        from trinity_dask.models.weight_transfer import lay_out, named_weights, tensor_meta
+        from trinity_dask.weights.buckets import lay_out, named_weights, tensor_meta
+        from trinity_dask.weights.shared_memory import SharedFiles
 
         self.engines = engines
         run_id = f"weight-sync-{os.getpid()}"
@@ -182,7 +182,7 @@ class Sync:
         self.group: Any = None
 
     async def form(self, n_engines: int) -> None:
-        from trinity_dask.models.transfer_group import make_group
+        from trinity_dask.weights.group import make_group
 
         port = free_port()
         join = asyncio.to_thread(make_group, group_spec(port, n_engines), 0, True)
@@ -199,7 +199,7 @@ class Sync:
 
     async def nccl(self, n_engines: int) -> float:
         from trinity_dask.models.protocol import WeightUpdate
-        from trinity_dask.models.weight_transfer import send
+        from trinity_dask.weights.buckets import send
 
         self.version += 1
         start, size = time.perf_counter(), bucket_bytes()
@@ -209,7 +209,7 @@ class Sync:
 
     async def file(self, method: str, n_engines: int) -> float:
         from trinity_dask.models.protocol import WeightUpdate
-        from trinity_dask.models.weight_files import write_safetensors
+        from trinity_dask.weights.files import write_safetensors
 
         self.version += 1
         shelf = self.shelves[method]
@@ -244,7 +244,7 @@ async def check(engine: Any, model: Any) -> None:
     """The engine computes with what was sent, not with what it was started with."""
     import numpy as np
 
-    from trinity_dask.models.torch_engine import sequence_logprobs
+    from trinity_dask.models.torch.engine import sequence_logprobs
 
     tokens = list(range(1, 60))
     gap = np.abs(await engine.logprobs(tokens) - sequence_logprobs(model, tokens, 1.0)).max()
@@ -256,7 +256,7 @@ async def measure_case(sync: Sync, n_engines: int, rounds: int) -> dict[str, lis
 
     One method after the other, as a run has one: an engine keeps memory for the next version.
     """
-    from trinity_dask.models.weight_transfer import plan_buckets
+    from trinity_dask.weights.buckets import plan_buckets
 
     await sync.form(n_engines)
     engines = sync.engines[:n_engines]
@@ -286,9 +286,9 @@ async def measure_case(sync: Sync, n_engines: int, rounds: int) -> dict[str, lis
 
 
 async def measure(directory: Path, rounds: int, cases: list[int]) -> dict[str, Any]:
-    from trinity_dask.models.engine_actor import build_engine
+    from trinity_dask.models.actor.actor import build_engine
     from trinity_dask.models.protocol import EngineSpec
-    from trinity_dask.models.torch_engine import load_model
+    from trinity_dask.models.torch.engine import load_model
 
     path = str(directory / "model")
     engines = []

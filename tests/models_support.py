@@ -19,9 +19,8 @@ from trinity_dask.models.protocol import (
     WeightReceipt,
     WeightUpdate,
 )
-from trinity_dask.models.shared_weights import SharedFiles
-from trinity_dask.models.torch_engine import load_model, sequence_logprobs
-from trinity_dask.models.weight_transfer import (
+from trinity_dask.models.torch.engine import load_model, sequence_logprobs
+from trinity_dask.weights.buckets import (
     checksum,
     make_group,
     named_weights,
@@ -29,6 +28,7 @@ from trinity_dask.models.weight_transfer import (
     tensor_meta,
     write_safetensors,
 )
+from trinity_dask.weights.shared_memory import SharedFiles
 
 MAX_LEN = 64
 SHARED = SharedFiles()

@@ -15,12 +15,12 @@ from trinity_dask.config.schema import CriticConfig, OptimizerConfig
 from trinity_dask.experience.collate import collate
 from trinity_dask.experience.schema import to_table
 from trinity_dask.models.protocol import WeightGroupSpec
-from trinity_dask.models.weight_transfer import make_group
-from trinity_dask.trainer.engine import TrainEngine
-from trinity_dask.trainer.frozen import FrozenModel
-from trinity_dask.trainer.gradients import GradientGroup
-from trinity_dask.trainer.rows import row_lengths
-from trinity_dask.trainer.settings import EngineSettings
+from trinity_dask.trainer.model.frozen import FrozenModel
+from trinity_dask.trainer.ranks.gradients import GradientGroup
+from trinity_dask.trainer.step.engine import TrainEngine
+from trinity_dask.trainer.step.rows import row_lengths
+from trinity_dask.trainer.step.settings import EngineSettings
+from trinity_dask.weights.buckets import make_group
 
 SGD = OptimizerConfig(optimizer_type="sgd", lr=0.0)
 TYPES = sorted(ALGORITHM.names())

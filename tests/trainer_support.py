@@ -12,9 +12,9 @@ from trinity_dask.config.schema import Config, OptimizerConfig
 from trinity_dask.experience import EID, Experience
 from trinity_dask.experience.collate import collate
 from trinity_dask.experience.schema import to_table
-from trinity_dask.trainer.engine import TrainEngine
-from trinity_dask.trainer.frozen import FrozenModel
-from trinity_dask.trainer.settings import EngineSettings
+from trinity_dask.trainer.model.frozen import FrozenModel
+from trinity_dask.trainer.step.engine import TrainEngine
+from trinity_dask.trainer.step.settings import EngineSettings
 
 VOCAB = 40
 GRPO = {

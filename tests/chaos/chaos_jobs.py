@@ -15,9 +15,9 @@ from typing import Any
 
 import psutil
 
-from trinity_dask.buffer.store import ExperienceStore
-from trinity_dask.manager.accounts import BatchAccounts
-from trinity_dask.trainer.checkpoint import latest_complete, read_state
+from trinity_dask.buffer.store.experience_store import ExperienceStore
+from trinity_dask.launcher.accounts import BatchAccounts
+from trinity_dask.trainer.checkpoints.checkpoint import latest_complete, read_state
 
 ID = ["batch", "task", "run", "step"]  # the suffix is random and could hide a run done twice
 END_S = 20.0  # a killed driver's processes are gone by then

@@ -17,10 +17,10 @@ from sync_actors import TIMEOUT_S, ToyRank
 from trinity_dask.cluster.actors import create_actor, release_actor
 from trinity_dask.cluster.rpc import ActorHandle, rpc
 from trinity_dask.config.schema import SynchronizerConfig
-from trinity_dask.manager.engine_pool import EnginePool
-from trinity_dask.manager.synchronizer import Synchronizer
-from trinity_dask.manager.weight_transport import WeightTransport
+from trinity_dask.engines.pool import EnginePool
 from trinity_dask.models.protocol import EngineSpec, SamplingParams
+from trinity_dask.sync.synchronizer import Synchronizer
+from trinity_dask.sync.transport import WeightTransport
 
 
 @dataclass

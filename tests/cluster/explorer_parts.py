@@ -16,7 +16,7 @@ from trinity_dask.cluster import RunCluster, call, open_cluster, start_actor
 from trinity_dask.config.schema import Config, GroupConfig, TasksetConfig
 from trinity_dask.explorer.explorer import Explorer
 from trinity_dask.explorer.rollout_coordinator import RolloutCoordinator
-from trinity_dask.models.engine_actor import EngineActor
+from trinity_dask.models.actor.actor import EngineActor
 from trinity_dask.models.protocol import EngineSpec
 from trinity_dask.monitor.monitor import Monitor
 

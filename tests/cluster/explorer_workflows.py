@@ -11,8 +11,8 @@ from pathlib import Path
 
 from trinity_dask.config.schema import Config
 from trinity_dask.experience import Experience
-from trinity_dask.explorer.scheduler import Scheduler
-from trinity_dask.explorer.tasks import Counts
+from trinity_dask.explorer.schedule.scheduler import Scheduler
+from trinity_dask.explorer.schedule.tasks import Counts
 from trinity_dask.workflows import Task, Workflow
 
 

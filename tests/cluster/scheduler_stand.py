@@ -20,8 +20,8 @@ from trinity_dask.config.schema import Config, GroupConfig
 from trinity_dask.experience import Experience
 from trinity_dask.experience.payload import decode
 from trinity_dask.experience.schema import from_table
-from trinity_dask.explorer.scheduler import Scheduler
-from trinity_dask.models.engine_actor import EngineActor
+from trinity_dask.explorer.schedule.scheduler import Scheduler
+from trinity_dask.models.actor.actor import EngineActor
 from trinity_dask.models.protocol import EngineSpec
 from trinity_dask.workflows import Task
 

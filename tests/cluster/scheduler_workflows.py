@@ -10,7 +10,7 @@ from pathlib import Path
 from explorer_workflows import experience
 
 from trinity_dask.experience import Experience
-from trinity_dask.models.engine_actor import local_engine
+from trinity_dask.models.actor.actor import local_engine
 from trinity_dask.models.protocol import SamplingParams
 from trinity_dask.workflows import Task, Workflow
 

@@ -21,11 +21,7 @@ import torch
 from trinity_dask.cluster.actors import create_actor, release_actor
 from trinity_dask.cluster.rpc import ActorHandle, rpc
 from trinity_dask.config.schema import SynchronizerConfig
-from trinity_dask.manager.engine_pool import EnginePool
-from trinity_dask.manager.remote_sync import RemoteSynchronizer
-from trinity_dask.manager.synchronizer import Synchronizer
-from trinity_dask.manager.weight_transport import WeightTransport
-from trinity_dask.models.checksum import checksum
+from trinity_dask.engines.pool import EnginePool
 from trinity_dask.models.fake_engine import LOGPROB
 from trinity_dask.models.protocol import (
     EngineSpec,
@@ -34,8 +30,12 @@ from trinity_dask.models.protocol import (
     WeightReceipt,
     WeightUpdate,
 )
-from trinity_dask.models.weight_transfer import make_group, send, tensor_meta, write_safetensors
-from trinity_dask.trainer.rank import TrainerRank
+from trinity_dask.sync.remote_sync import RemoteSynchronizer
+from trinity_dask.sync.synchronizer import Synchronizer
+from trinity_dask.sync.transport import WeightTransport
+from trinity_dask.trainer.ranks.rank import TrainerRank
+from trinity_dask.weights.buckets import make_group, send, tensor_meta, write_safetensors
+from trinity_dask.weights.checksum import checksum
 
 TIMEOUT_S = 150.0
 

@@ -31,9 +31,9 @@ from scheduler_stand import (
     until,
 )
 
-from trinity_dask.explorer.runner_table import RunnerWrapper
-from trinity_dask.explorer.scheduler import Scheduler
-from trinity_dask.explorer.tasks import BatchResult, Counts
+from trinity_dask.explorer.schedule.runner_table import RunnerWrapper
+from trinity_dask.explorer.schedule.scheduler import Scheduler
+from trinity_dask.explorer.schedule.tasks import BatchResult, Counts
 from trinity_dask.workflows import Task
 
 FILE = Path(__file__).with_name("scheduler_workflows.py")

@@ -15,7 +15,7 @@ from sync_actors import Module, Plan, SyncHost, spread
 from trinity_dask.cluster import RunCluster, call, start_actor, stop_actor
 from trinity_dask.config.schema import Config
 from trinity_dask.manager import Synchronizer
-from trinity_dask.manager.sync_registry import registered_name
+from trinity_dask.sync.sync_registry import registered_name
 
 WAIT_S = 200.0
 SHORT = 0.03  # what the scenarios of the reference count in seconds, scaled down

@@ -15,7 +15,7 @@ from trainer_support import grpo_config, save_tiny_model
 from trinity_dask.cluster import RunCluster, call, open_cluster, start_actor, stop_actor
 from trinity_dask.config.schema import Config, GroupConfig
 from trinity_dask.demo import sort_digits
-from trinity_dask.trainer.checkpoint import complete_checkpoints, latest_hf_export
+from trinity_dask.trainer.checkpoints.checkpoint import complete_checkpoints, latest_hf_export
 
 WAIT_S = 240.0
 SIZES = [6, 7, 5, 8]

@@ -16,7 +16,7 @@ from trainer_support import grpo_config, save_tiny_model
 
 from trinity_dask.cluster import RunCluster, call, open_cluster, start_actor, stop_actor
 from trinity_dask.config.schema import Config, GroupConfig, LoraConfig, OptimizerConfig
-from trinity_dask.trainer.checkpoint import complete_checkpoints
+from trinity_dask.trainer.checkpoints.checkpoint import complete_checkpoints
 
 WAIT_S = 240.0
 SIZES = [6, 7, 1, 8]  # in the third step one of two ranks has no row

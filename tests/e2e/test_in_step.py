@@ -12,17 +12,17 @@ from small_jobs import STEPS, SmallJobs
 
 from trinity_dask import Config
 from trinity_dask.explorer.processing import Processing
-from trinity_dask.explorer.subtask import RunnerSettings
-from trinity_dask.explorer.taskset_reader import TasksetReader
-from trinity_dask.explorer.workflow_runner import WorkflowRunner
+from trinity_dask.explorer.rollout.subtask import RunnerSettings
+from trinity_dask.explorer.rollout.workflow_runner import WorkflowRunner
+from trinity_dask.explorer.tasks.taskset_reader import TasksetReader
 from trinity_dask.launcher.specs import engine_specs
 from trinity_dask.models.protocol import WeightUpdate
-from trinity_dask.models.torch_engine import TorchEngine
+from trinity_dask.models.torch.engine import TorchEngine
 from trinity_dask.models.wrapper import ModelWrapper, load_tokenizer
 from trinity_dask.monitor.history import load_metrics
-from trinity_dask.trainer.checkpoint import WEIGHTS, latest_complete
-from trinity_dask.trainer.rank import TrainerRank
-from trinity_dask.trainer.rows import TrainInput
+from trinity_dask.trainer.checkpoints.checkpoint import WEIGHTS, latest_complete
+from trinity_dask.trainer.ranks.rank import TrainerRank
+from trinity_dask.trainer.step.rows import TrainInput
 
 WORDS = [
     "explorer.rollout_model.deterministic=true",

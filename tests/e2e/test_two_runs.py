@@ -11,7 +11,7 @@ import pytest
 from distributed import Client, LocalCluster
 
 import trinity_dask
-from trinity_dask.buffer.store import ExperienceStore
+from trinity_dask.buffer.store.experience_store import ExperienceStore
 from trinity_dask.cli import main as cli
 from trinity_dask.run import Run, RunFailed
 

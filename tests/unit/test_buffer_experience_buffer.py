@@ -11,7 +11,7 @@ import pytest
 
 from trinity_dask.buffer.errors import StoreError
 from trinity_dask.buffer.experience_buffer import EndOfData, ExperienceBuffer
-from trinity_dask.buffer.store import ExperienceStore
+from trinity_dask.buffer.store.experience_store import ExperienceStore
 from trinity_dask.config.schema import ExperienceBufferConfig
 from trinity_dask.experience import EID, Experience
 from trinity_dask.experience.schema import from_table, to_table

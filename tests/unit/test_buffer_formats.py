@@ -8,10 +8,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from trinity_dask.buffer.conversation import assistant_mask
+from trinity_dask.buffer.data.conversation import assistant_mask
+from trinity_dask.buffer.data.formats import FORMATTERS
 from trinity_dask.buffer.errors import DataError, EndOfData
-from trinity_dask.buffer.formats import FORMATTERS
-from trinity_dask.buffer.row_files import RowFile, open_rows
+from trinity_dask.buffer.store.row_files import RowFile, open_rows
 from trinity_dask.config.schema import ExperienceBufferConfig, FormatConfig, SelectorConfig
 from trinity_dask.experience import EID, RESPONSE_TRUNCATED, Experience
 from trinity_dask.experience.schema import from_table

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from trinity_dask.buffer.lease_queue import Lease, LeaseQueue
-from trinity_dask.buffer.ranges import Ranges
+from trinity_dask.buffer.queue.lease_queue import Lease, LeaseQueue
+from trinity_dask.buffer.store.ranges import Ranges
 
 
 def rows_of(lease: Lease) -> list[tuple[Any, int]]:

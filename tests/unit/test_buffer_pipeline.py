@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from trinity_dask.algorithm.advantages import ADVANTAGES
-from trinity_dask.buffer.operators import OPERATORS
-from trinity_dask.buffer.pipeline import ExperiencePipeline
+from trinity_dask.buffer.operators.operators import OPERATORS
+from trinity_dask.buffer.operators.pipeline import ExperiencePipeline
 from trinity_dask.config.schema import OperatorConfig
 from trinity_dask.experience import EID, RESPONSE_TRUNCATED, Experience
 from trinity_dask.experience.schema import from_table, to_table

@@ -9,11 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from trinity_dask.buffer.lease_queue import LeaseQueue
-from trinity_dask.buffer.priority import DecayLimitRandomization, LinearDecay
-from trinity_dask.buffer.replay_queue import ReplayQueue
-from trinity_dask.buffer.row_index import RowIndex
-from trinity_dask.buffer.row_queue import Lease
+from trinity_dask.buffer.queue.lease_queue import LeaseQueue
+from trinity_dask.buffer.queue.priority import DecayLimitRandomization, LinearDecay
+from trinity_dask.buffer.queue.replay_queue import ReplayQueue
+from trinity_dask.buffer.queue.row_queue import Lease
+from trinity_dask.buffer.store.row_index import RowIndex
 
 
 class Time:

@@ -8,10 +8,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from trinity_dask.buffer.operators import OPERATORS
-from trinity_dask.buffer.pipeline import ExperiencePipeline
-from trinity_dask.buffer.reward_operators import OverlongPenalty
-from trinity_dask.buffer.taskset_mix import SELECTOR_METRIC
+from trinity_dask.buffer.data.taskset_mix import SELECTOR_METRIC
+from trinity_dask.buffer.operators.operators import OPERATORS
+from trinity_dask.buffer.operators.pipeline import ExperiencePipeline
+from trinity_dask.buffer.operators.reward_operators import OverlongPenalty
 from trinity_dask.config.schema import OperatorConfig
 from trinity_dask.experience import EID, RESPONSE_TRUNCATED, Experience
 from trinity_dask.experience.schema import from_table, to_table

@@ -15,9 +15,9 @@ import pytest
 from trinity_dask.algorithm.sample_strategies import SAMPLE_STRATEGY
 from trinity_dask.buffer.errors import EndOfData
 from trinity_dask.buffer.experience_buffer import ExperienceBuffer
-from trinity_dask.buffer.representative import representative_examples
-from trinity_dask.buffer.row_index import RowIndex
+from trinity_dask.buffer.operators.representative import representative_examples
 from trinity_dask.buffer.sample_strategy import Sample, expert_share, make_strategy
+from trinity_dask.buffer.store.row_index import RowIndex
 from trinity_dask.config.schema import (
     AlgorithmConfig,
     BufferConfig,

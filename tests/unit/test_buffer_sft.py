@@ -8,9 +8,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from trinity_dask.buffer.data.sft_format import SFTFormatter
 from trinity_dask.buffer.errors import DataError, EndOfData
-from trinity_dask.buffer.row_files import RowFile
-from trinity_dask.buffer.sft_format import SFTFormatter
+from trinity_dask.buffer.store.row_files import RowFile
 from trinity_dask.config.schema import ExperienceBufferConfig, FormatConfig, SelectorConfig
 from trinity_dask.experience import EID, RESPONSE_TRUNCATED, Experience
 from trinity_dask.experience.schema import from_table

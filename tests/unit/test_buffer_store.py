@@ -16,8 +16,8 @@ import pyarrow.dataset
 import pytest
 
 from trinity_dask.buffer.errors import CorruptFileError, StoreError
-from trinity_dask.buffer.manifest import RowRef, batch_key
-from trinity_dask.buffer.store import ExperienceStore, serialise
+from trinity_dask.buffer.store.experience_store import ExperienceStore, serialise
+from trinity_dask.buffer.store.manifest import RowRef, batch_key
 from trinity_dask.experience import EID, Experience
 from trinity_dask.experience.schema import from_table, to_table
 
@@ -174,7 +174,7 @@ def test_a_ref_beyond_the_file_is_refused(tmp_path: Path) -> None:
 COMMIT_WITH_FILE_SIZE_LIMIT = """
 import resource, sys
 from trinity_dask.buffer.errors import StoreError
-from trinity_dask.buffer.store import ExperienceStore
+from trinity_dask.buffer.store.experience_store import ExperienceStore
 from trinity_dask.experience import Experience
 from trinity_dask.experience.schema import to_table
 table = to_table([Experience(tokens=range(500)) for _ in range(100)])
@@ -217,7 +217,7 @@ def test_a_write_that_the_system_refuses_commits_nothing(tmp_path: Path) -> None
 FILL_A_SMALL_DISK = """
 import os, sys
 from trinity_dask.buffer.errors import StoreError
-from trinity_dask.buffer.store import ExperienceStore
+from trinity_dask.buffer.store.experience_store import ExperienceStore
 from trinity_dask.experience import Experience
 from trinity_dask.experience.schema import to_table
 table = to_table([Experience(tokens=range(500)) for _ in range(100)])
@@ -261,7 +261,7 @@ def test_a_full_disk_commits_nothing_and_loses_nothing(tmp_path: Path) -> None:
 
 KILLED_WRITER = """
 import os, signal, sys
-from trinity_dask.buffer import files, store
+from trinity_dask.buffer.store import experience_store as store, files
 from trinity_dask.experience import Experience
 from trinity_dask.experience.schema import to_table
 table = to_table([Experience(tokens=[1, 2]) for _ in range(4)])

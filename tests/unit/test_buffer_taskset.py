@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trinity_dask.buffer.data.readers import RowReader
+from trinity_dask.buffer.data.selectors import SELECTORS
+from trinity_dask.buffer.data.taskset import Taskset
 from trinity_dask.buffer.errors import DataError, EndOfTasks
-from trinity_dask.buffer.readers import RowReader
-from trinity_dask.buffer.selectors import SELECTORS
-from trinity_dask.buffer.taskset import Taskset
 from trinity_dask.config.schema import FormatConfig, RolloutArgs, SelectorConfig, TasksetConfig
 
 ROWS = [{"prompt": f"sort {i:03d}", "response": f"{i:03d}"} for i in range(5)]

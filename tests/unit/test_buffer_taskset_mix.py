@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity_dask.buffer.difficulty import DifficultySelector
+from trinity_dask.buffer.data.difficulty import DifficultySelector
+from trinity_dask.buffer.data.readers import RowReader
+from trinity_dask.buffer.data.selectors import make_selector
+from trinity_dask.buffer.data.taskset import Taskset
+from trinity_dask.buffer.data.taskset_mix import TasksetScheduler
 from trinity_dask.buffer.errors import DataError, EndOfTasks
-from trinity_dask.buffer.readers import RowReader
-from trinity_dask.buffer.selectors import make_selector
-from trinity_dask.buffer.taskset import Taskset
-from trinity_dask.buffer.taskset_mix import TasksetScheduler
 from trinity_dask.config.schema import FormatConfig, SelectorConfig, TasksetConfig
 
 SIZES = (5, 7)
@@ -263,7 +263,7 @@ def test_features_are_checked(tmp_path: Path) -> None:
 
 
 def test_easy_to_hard_sorts_by_features_then_index() -> None:
-    from trinity_dask.buffer.selectors import EasyToHardSelector
+    from trinity_dask.buffer.data.selectors import EasyToHardSelector
 
     features = np.array([[0.5, 1.0], [0.9, 0.0], [0.5, 1.0], [0.5, 2.0]])
     selector = EasyToHardSelector(4, features=features)

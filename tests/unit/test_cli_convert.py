@@ -12,16 +12,16 @@ from trainer_support import engine, save_tiny_model
 
 from trinity_dask.cli import main
 from trinity_dask.config.schema import LoraConfig
-from trinity_dask.trainer.checkpoint import (
+from trinity_dask.trainer.checkpoints.checkpoint import (
     MARKER,
     is_complete,
     latest_complete,
     latest_hf_export,
     write_checkpoint,
 )
-from trinity_dask.trainer.export import write_engine
-from trinity_dask.trainer.hf_export import export_policy
-from trinity_dask.trainer.policy_model import load_policy
+from trinity_dask.trainer.checkpoints.export import write_engine
+from trinity_dask.trainer.checkpoints.hf_export import export_policy
+from trinity_dask.trainer.model.policy_model import load_policy
 
 
 @pytest.fixture

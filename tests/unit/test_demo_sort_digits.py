@@ -15,8 +15,8 @@ from trinity_dask.demo.sort_digits import (
 )
 from trinity_dask.demo.tokenizer import CHARACTERS, ascii_tokenizer
 from trinity_dask.models.checks import check_model_dir, check_vllm_cpu_head_size
-from trinity_dask.models.weight_files import read_safetensors
 from trinity_dask.models.wrapper import load_tokenizer
+from trinity_dask.weights.files import read_safetensors
 
 SMALL = {"n_train": 40, "n_eval": 10}
 CFG = SimpleNamespace(seed=1)

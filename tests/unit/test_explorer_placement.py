@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from placement_support import shortest_s
 
-from trinity_dask.explorer.places import ROLLOUT, Places
-from trinity_dask.explorer.schedule_policy import Cancel, SchedulePolicy, Submit
-from trinity_dask.explorer.scheduler_state import SchedulerState
-from trinity_dask.explorer.status import Outcome, Status
+from trinity_dask.explorer.schedule.outcome import Outcome, Status
+from trinity_dask.explorer.schedule.places import ROLLOUT, Places
+from trinity_dask.explorer.schedule.policy import Cancel, SchedulePolicy, Submit
+from trinity_dask.explorer.schedule.state import SchedulerState
 from trinity_dask.workflows import Task
 
 Latency = Callable[[int, float], float]  # place, load when it starts -> seconds

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity_dask.explorer.batch_waits import BatchWaits
-from trinity_dask.explorer.places import NO_PLACE, RUNNER
-from trinity_dask.explorer.schedule_policy import (
+from trinity_dask.explorer.schedule.outcome import Outcome, RunError, Status
+from trinity_dask.explorer.schedule.places import NO_PLACE, RUNNER
+from trinity_dask.explorer.schedule.policy import (
     Cancel,
     Emit,
     Recall,
@@ -24,9 +24,9 @@ from trinity_dask.explorer.schedule_policy import (
     SchedulePolicy,
     Submit,
 )
-from trinity_dask.explorer.scheduler_state import RECALLED, WORKER_LOST, SchedulerState
-from trinity_dask.explorer.status import Outcome, RunError, Status
-from trinity_dask.explorer.tasks import Counts, sort_batch_id
+from trinity_dask.explorer.schedule.state import RECALLED, WORKER_LOST, SchedulerState
+from trinity_dask.explorer.schedule.tasks import Counts, sort_batch_id
+from trinity_dask.explorer.schedule.waits import BatchWaits
 from trinity_dask.workflows import Task
 
 ERROR = RunError("ValueError", "boom")
@@ -216,7 +216,7 @@ def test_abort_forgets_a_batch_and_reports_its_counts():
 
 def test_decisions_import_neither_dask_nor_torch():
     code = (
-        "import sys, trinity_dask.explorer.scheduler_state;"
+        "import sys, trinity_dask.explorer.schedule.state;"
         "print([m for m in ('torch', 'dask', 'distributed') if m in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

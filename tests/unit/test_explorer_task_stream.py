@@ -18,8 +18,8 @@ from trinity_dask.explorer.batches import (
     step_of,
     train_batch_id,
 )
-from trinity_dask.explorer.task_stream import TaskStream
-from trinity_dask.explorer.taskset_reader import TasksetReader
+from trinity_dask.explorer.tasks.task_stream import TaskStream
+from trinity_dask.explorer.tasks.taskset_reader import TasksetReader
 
 ROWS, BATCH, STEPS, WINDOW = 7, 2, 9, 2  # epochs end inside of batches
 

@@ -12,9 +12,9 @@ from trinity_dask.cluster.loop_watch import LoopWatch
 from trinity_dask.demo.tokenizer import ascii_tokenizer
 from trinity_dask.experience.payload import decode
 from trinity_dask.experience.schema import from_table
-from trinity_dask.explorer.running import bounded
-from trinity_dask.explorer.status import Outcome
-from trinity_dask.explorer.workflow_runner import WorkflowRunner
+from trinity_dask.explorer.rollout.running import bounded
+from trinity_dask.explorer.rollout.workflow_runner import WorkflowRunner
+from trinity_dask.explorer.schedule.outcome import Outcome
 from trinity_dask.models.fake_engine import FakeEngine
 from trinity_dask.models.protocol import EngineSpec
 from trinity_dask.models.wrapper import ModelWrapper

@@ -20,11 +20,13 @@ MODULES = sorted((ROOT / PACKAGE).rglob("*.py"))
 
 # top to bottom
 LAYERS = (
-    {"cli", "run", "launcher", "__main__"},
-    {"explorer", "trainer", "manager", "dashboard"},
-    {"workflows", "rewards", "models", "buffer", "monitor", "demo"},
+    {"cli", "run", "__main__"},
+    {"launcher", "manager"},
+    {"explorer", "trainer", "sync"},
+    {"engines", "workflows", "rewards", "demo"},
+    {"models", "buffer", "weights", "monitor"},
     {"cluster", "experience", "algorithm"},
-    {"config"},
+    {"config", "files"},
 )
 RANK = {part: len(LAYERS) - index for index, layer in enumerate(LAYERS) for part in layer}
 
@@ -33,9 +35,9 @@ HEAVY = {"torch", "dask", "distributed"}
 LIGHT = {"config": HEAVY, "experience": HEAVY}
 # modules in which these must not appear at all, not even inside a function
 PURE = {
-    "explorer/scheduler_state.py": HEAVY,
-    "buffer/lease_queue.py": HEAVY,
-    "buffer/replay_queue.py": HEAVY,
+    "explorer/schedule/state.py": HEAVY,
+    "buffer/queue/lease_queue.py": HEAVY,
+    "buffer/queue/replay_queue.py": HEAVY,
 }
 ALGORITHM_MAY_IMPORT = {"torch", "numpy", *sys.stdlib_module_names}
 
@@ -66,7 +68,7 @@ def module_level(tree: ast.Module) -> ast.Module:
 
 
 def part_of(name: str) -> str | None:
-    """``trinity_dask.buffer.store`` is of part ``buffer``; None for others' and the root's."""
+    """``trinity_dask.buffer.data`` is of part ``buffer``; None for others' and the root's."""
     pieces = name.split(".")
     if pieces[0] != PACKAGE or len(pieces) < 2:
         return None
@@ -123,13 +125,13 @@ def test_the_module_imports_only_what_it_may(path):
         ("experience/x.py", "from distributed import get_worker"),
         ("cluster/x.py", "def f():\n    from trinity_dask.models import wrapper"),
         ("buffer/x.py", "from ..trainer import rank"),
-        ("buffer/x.py", "import trinity_dask.explorer.scheduler as s"),
-        ("buffer/__init__.py", "from ..manager import synchronizer"),
+        ("buffer/x.py", "import trinity_dask.explorer.schedule.scheduler as s"),
+        ("buffer/__init__.py", "from ..sync import synchronizer"),
         ("models/x.py", "from trinity_dask import run"),
         ("algorithm/x.py", "from trinity_dask.config import Config"),
         ("algorithm/x.py", "import pandas"),
         ("trainer/x.py", "from trinity_dask.launcher import Launcher"),
-        ("explorer/scheduler_state.py", "def f():\n    import torch"),
+        ("explorer/schedule/state.py", "def f():\n    import torch"),
     ],
 )
 def test_a_wrong_import_is_found(relative, source):
@@ -141,7 +143,7 @@ def test_a_wrong_import_is_found(relative, source):
     [
         ("experience/collate.py", "def collate():\n    import torch"),
         ("experience/x.py", "if TYPE_CHECKING:\n    import torch"),
-        ("buffer/x.py", "from trinity_dask.workflows.task import Task"),
+        ("buffer/x.py", "from trinity_dask.experience.task import Task"),
         ("buffer/x.py", "from .store import ExperienceStore"),
         ("buffer/x.py", "from trinity_dask import __version__"),
         ("run.py", "from trinity_dask.manager import synchronizer"),

@@ -13,7 +13,7 @@ from trinity_dask.config.schema import Config
 from trinity_dask.launcher.job_lock import JobInUse, JobLock, claims_of, is_locked
 from trinity_dask.launcher.meeting import TRAINER, CannotJoin, Meeting, PeerLost
 from trinity_dask.launcher.peers import End, end_of
-from trinity_dask.manager.synchronizer import Synchronizer
+from trinity_dask.sync.synchronizer import Synchronizer
 
 
 def config(job: Path, mode: str = "explore", name: str = "explorer") -> Config:

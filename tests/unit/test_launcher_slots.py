@@ -10,11 +10,11 @@ from typing import Any, Optional
 import pytest
 
 from trinity_dask.config.schema import Config, GroupConfig
-from trinity_dask.explorer.scheduler import Scheduler
-from trinity_dask.explorer.scheduler_state import SchedulerState
-from trinity_dask.explorer.tasks import Counts
+from trinity_dask.explorer.schedule.scheduler import Scheduler
+from trinity_dask.explorer.schedule.state import SchedulerState
+from trinity_dask.explorer.schedule.tasks import Counts
 from trinity_dask.launcher.specs import engine_specs, joining_spec
-from trinity_dask.launcher.stage import StageRunner
+from trinity_dask.launcher.stages.base import StageRunner
 from trinity_dask.workflows import Task
 
 

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trinity_dask.cluster.rpc import ActorHandle, ActorLost
-from trinity_dask.manager import engine_pool
-from trinity_dask.manager.engine_pool import EnginePool
-from trinity_dask.manager.weight_group import Member, WeightGroup
+from trinity_dask.engines import pool as engine_pool
+from trinity_dask.engines.pool import EnginePool
 from trinity_dask.models.protocol import EngineSpec
+from trinity_dask.weights.membership import Member, WeightGroup
 
 AWAY_TICKS = 5  # a killed worker is back after these
 PATIENCE_TICKS = 25  # and one that is not back after these is not waited for

@@ -10,9 +10,9 @@ from typing import Any
 import fsspec
 import pytest
 
-from trinity_dask.manager import link_floor
-from trinity_dask.manager.link_floor import FileFloor, share
-from trinity_dask.manager.weight_shelf import WeightShelf
+from trinity_dask.sync import link_floor
+from trinity_dask.sync.link_floor import FileFloor, share
+from trinity_dask.sync.shelf import WeightShelf
 
 
 def measured(shelf: WeightShelf, times: int = 1) -> list[Any]:

@@ -9,14 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from trinity_dask.manager.accounts import (
+from trinity_dask.files import read_json, write_json
+from trinity_dask.launcher.accounts import (
     Accounts,
     AccountsError,
     BatchAccounts,
     lineage_accounts,
     require_balanced,
 )
-from trinity_dask.manager.state_manager import StateManager, read_json, write_json
+from trinity_dask.manager.state_manager import StateManager
 
 
 def test_state_round_trip(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from trinity_dask.config.schema import SynchronizerConfig
 from trinity_dask.manager import RunningStatus, Synchronizer
-from trinity_dask.manager.sync_state import REQUIRE_SYNC, RUNNING, STOPPED
+from trinity_dask.sync.state import REQUIRE_SYNC, RUNNING, STOPPED
 
 pytestmark = pytest.mark.timeout(120)
 WEIGHTS = {"w": torch.arange(4.0)}
@@ -46,7 +46,7 @@ def test_published_versions_grow_and_the_second_content_of_a_path_is_seen(tmp_pa
 
 
 def test_a_checkpoint_is_published_with_its_last_shard_and_stays_readable(tmp_path: Path) -> None:
-    from trinity_dask.models.weight_files import read_safetensors, write_safetensors
+    from trinity_dask.weights.files import read_safetensors, write_safetensors
 
     export = tmp_path / "global_step_4" / "huggingface"
     write_safetensors(str(export / "model.safetensors"), WEIGHTS.items())

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity_dask.manager.sync_state import (
+from trinity_dask.sync.state import (
     REQUIRE_SYNC,
     RUNNING,
     STARVED,

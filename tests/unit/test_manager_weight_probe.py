@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from trinity_dask.config.schema import SynchronizerConfig
-from trinity_dask.manager.link_floor import FileFloor
-from trinity_dask.manager.weight_shelf import Probe, Published, WeightShelf
-from trinity_dask.manager.weight_transport import WeightMismatch, WeightTransport
 from trinity_dask.models.protocol import WeightReceipt
+from trinity_dask.sync.link_floor import FileFloor
+from trinity_dask.sync.shelf import Probe, Published, WeightShelf
+from trinity_dask.sync.transport import WeightMismatch, WeightTransport
 
 
 class Engines(WeightTransport):

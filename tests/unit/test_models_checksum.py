@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from trinity_dask.models import checksum as checksums
-from trinity_dask.models.checksum import BLOCK_WORDS, Digest, checksum
+from trinity_dask.weights import checksum as checksums
+from trinity_dask.weights.checksum import BLOCK_WORDS, Digest, checksum
 
 
 @pytest.fixture(autouse=True, params=["cpu", "accelerator"])

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from models_support import engine_spec, run
 
-from trinity_dask.models.engine_actor import EngineActor, build_engine, local_engine
+from trinity_dask.models.actor.actor import EngineActor, build_engine, local_engine
 from trinity_dask.models.protocol import SamplingParams, WeightUpdate
-from trinity_dask.models.weight_transfer import write_safetensors
+from trinity_dask.weights.buckets import write_safetensors
 
 
 def actor(**config) -> EngineActor:
@@ -110,9 +110,9 @@ def test_prepare_reports_facts_and_failures():
 def test_importing_the_package_imports_no_heavy_library():
     """A fresh interpreter, since this one has loaded them."""
     code = (
-        "import sys, trinity_dask.models, trinity_dask.models.engine_actor,"
-        " trinity_dask.models.wrapper, trinity_dask.models.weight_transfer,"
-        " trinity_dask.models.vllm_engine, trinity_dask.models.vllm_plugin,"
+        "import sys, trinity_dask.models, trinity_dask.models.actor.actor,"
+        " trinity_dask.models.wrapper, trinity_dask.weights.buckets,"
+        " trinity_dask.models.vllm.engine, trinity_dask.models.vllm.plugin,"
         " trinity_dask.models.checks, trinity_dask.models.fake_engine,"
         " trinity_dask.demo.sort_digits;"
         " print(sorted({'torch', 'transformers', 'vllm'} & set(sys.modules)))"

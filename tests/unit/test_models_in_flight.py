@@ -17,10 +17,10 @@ from models_support import (
     send_by_file,
 )
 
-from trinity_dask.models.engine_actor import EngineActor
+from trinity_dask.models.actor.actor import EngineActor
 from trinity_dask.models.protocol import SamplingParams, WeightUpdate
-from trinity_dask.models.torch_engine import load_model
-from trinity_dask.models.weight_transfer import write_safetensors
+from trinity_dask.models.torch.engine import load_model
+from trinity_dask.weights.buckets import write_safetensors
 
 LONG_S = 600.0
 

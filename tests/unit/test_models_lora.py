@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from trainer_support import GRPO, batch_of, engine, rows, save_tiny_model, weights
 
 from trinity_dask.config.schema import LoraConfig
-from trinity_dask.models.checksum import checksum
 from trinity_dask.models.lora import (
     adapter_off,
     adapter_parameters,
@@ -21,13 +20,14 @@ from trinity_dask.models.lora import (
     merged_weights,
 )
 from trinity_dask.models.protocol import SamplingParams, WeightUpdate
-from trinity_dask.models.torch_engine import TorchEngine, load_model
-from trinity_dask.models.weight_files import write_safetensors
-from trinity_dask.trainer.checkpoint import ADAPTER, write_checkpoint
-from trinity_dask.trainer.export import read_engine, write_engine
-from trinity_dask.trainer.frozen import BaseUnderAdapter
-from trinity_dask.trainer.hf_export import export_policy
-from trinity_dask.trainer.policy_model import load_policy
+from trinity_dask.models.torch.engine import TorchEngine, load_model
+from trinity_dask.trainer.checkpoints.checkpoint import ADAPTER, write_checkpoint
+from trinity_dask.trainer.checkpoints.export import read_engine, write_engine
+from trinity_dask.trainer.checkpoints.hf_export import export_policy
+from trinity_dask.trainer.model.frozen import BaseUnderAdapter
+from trinity_dask.trainer.model.policy_model import load_policy
+from trinity_dask.weights.checksum import checksum
+from trinity_dask.weights.files import write_safetensors
 
 LORA = LoraConfig(rank=4, alpha=8.0)
 

@@ -10,7 +10,7 @@ import pytest
 
 PARENT = """
 import multiprocessing, sys, time
-from trinity_dask.models.vllm_plugin import register
+from trinity_dask.models.vllm.plugin import register
 
 def child(connection):
     register()

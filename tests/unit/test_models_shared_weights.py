@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trinity_dask.manager.weight_shelf import Published, WeightShelf
-from trinity_dask.models.checksum import checksum
 from trinity_dask.models.protocol import WeightReceipt, WeightUpdate
-from trinity_dask.models.shared_weights import SharedFiles, looking_at, set_free
-from trinity_dask.models.weight_files import read_safetensors, write_safetensors
-from trinity_dask.models.weight_urls import fetched
+from trinity_dask.sync.shelf import Published, WeightShelf
+from trinity_dask.weights.checksum import checksum
+from trinity_dask.weights.files import read_safetensors, write_safetensors
+from trinity_dask.weights.shared_memory import SharedFiles, looking_at, set_free
+from trinity_dask.weights.urls import fetched
 
 
 def weights(seed: int) -> list[tuple[str, torch.Tensor]]:

@@ -6,8 +6,8 @@ import torch
 from models_support import PROMPT, save_model
 
 from trinity_dask.models.protocol import SamplingParams
-from trinity_dask.models.torch_engine import load_model
-from trinity_dask.models.torch_sampler import BatchSampler, SampleRequest, filter_top
+from trinity_dask.models.torch.engine import load_model
+from trinity_dask.models.torch.sampler import BatchSampler, SampleRequest, filter_top
 
 
 @pytest.fixture(scope="module")

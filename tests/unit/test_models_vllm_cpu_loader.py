@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from trinity_dask.models.checksum import checksum
-from trinity_dask.models.vllm_cpu_loader import CpuLoader, Place, Target, side_by_side
+from trinity_dask.models.vllm.cpu_loader import CpuLoader, Place, Target, side_by_side
+from trinity_dask.weights.checksum import checksum
 
 
 class Layer(torch.nn.Module):

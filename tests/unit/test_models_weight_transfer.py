@@ -11,13 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trinity_dask.manager.weight_group import Member, engine_ranks
-from trinity_dask.manager.weight_group import WeightGroup as FormedGroup
-from trinity_dask.models import weight_transfer
-from trinity_dask.models.checksum import Digest, checksum
 from trinity_dask.models.protocol import TensorMeta, WeightGroupSpec
-from trinity_dask.models.transfer_group import rank_of_worker
-from trinity_dask.models.weight_transfer import (
+from trinity_dask.weights import buckets as weight_transfer
+from trinity_dask.weights.buckets import (
     ALIGN_BYTES,
     lay_out,
     make_group,
@@ -29,6 +25,10 @@ from trinity_dask.models.weight_transfer import (
     tensor_meta,
     write_safetensors,
 )
+from trinity_dask.weights.checksum import Digest, checksum
+from trinity_dask.weights.group import rank_of_worker
+from trinity_dask.weights.membership import Member, engine_ranks
+from trinity_dask.weights.membership import WeightGroup as FormedGroup
 
 
 def weights(seed: int = 0) -> list[tuple[str, torch.Tensor]]:

@@ -11,11 +11,11 @@ import fsspec
 import pytest
 import torch
 
-from trinity_dask.manager.weight_shelf import Published, WeightShelf
-from trinity_dask.models.checksum import Digest, checksum
 from trinity_dask.models.protocol import WeightReceipt, WeightUpdate
-from trinity_dask.models.weight_files import read_safetensors
-from trinity_dask.models.weight_urls import (
+from trinity_dask.sync.shelf import Published, WeightShelf
+from trinity_dask.weights.checksum import Digest, checksum
+from trinity_dask.weights.files import read_safetensors
+from trinity_dask.weights.urls import (
     IncompleteWeights,
     fetched,
     local_path,

@@ -6,8 +6,8 @@ import threading
 import pytest
 from models_support import run
 
-from trinity_dask.models import work_thread
-from trinity_dask.models.work_thread import WorkThread
+from trinity_dask.models.torch import work_thread
+from trinity_dask.models.torch.work_thread import WorkThread
 
 
 def make(process, max_weight=4) -> WorkThread:

@@ -8,7 +8,7 @@ from models_support import engine_spec, run, save_model
 
 from trinity_dask.config.schema import ModelConfig
 from trinity_dask.experience import PROMPT_TRUNCATED, RESPONSE_TRUNCATED
-from trinity_dask.models.engine_actor import EngineActor
+from trinity_dask.models.actor.actor import EngineActor
 from trinity_dask.models.fake_engine import FakeEngine
 from trinity_dask.models.protocol import Completion, SamplingParams
 from trinity_dask.models.wrapper import TRUNCATED_TEXT, ModelWrapper, load_tokenizer

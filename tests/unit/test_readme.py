@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from trainer_support import batch_of, engine, rows
 
-from trinity_dask.buffer.store import ExperienceStore
+from trinity_dask.buffer.store.experience_store import ExperienceStore
 from trinity_dask.experience.eid import EID
 from trinity_dask.experience.experience import Experience
 from trinity_dask.experience.schema import to_table

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer_support import batch_of, rows
 
-from trinity_dask.trainer.batching import (
+from trinity_dask.trainer.step.batching import (
     Widths,
     micro_batches,
     n_mini_batches,

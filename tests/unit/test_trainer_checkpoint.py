@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_dask.trainer.checkpoint import (
+from trinity_dask.trainer.checkpoints.checkpoint import (
     MARKER,
     STATE,
     complete_checkpoints,
@@ -63,7 +63,7 @@ def test_fault_39_a_kill_at_every_point_leaves_the_last_complete_one(tmp_path, p
         f"""
         import os, signal
         from pathlib import Path
-        from trinity_dask.trainer.checkpoint import write_checkpoint
+        from trinity_dask.trainer.checkpoints.checkpoint import write_checkpoint
 
         def fill(directory):
             (directory / "actor").mkdir()

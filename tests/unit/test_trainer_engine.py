@@ -19,10 +19,10 @@ from trainer_support import (
 
 from trinity_dask.algorithm.aggregate import AGGREGATION_MODES
 from trinity_dask.config.schema import Config, OptimizerConfig
-from trinity_dask.trainer.batching import Widths, micro_batches, take
-from trinity_dask.trainer.logprobs import Scorer
-from trinity_dask.trainer.policy_model import load_policy
-from trinity_dask.trainer.settings import EngineSettings
+from trinity_dask.trainer.model.logprobs import Scorer
+from trinity_dask.trainer.model.policy_model import load_policy
+from trinity_dask.trainer.step.batching import Widths, micro_batches, take
+from trinity_dask.trainer.step.settings import EngineSettings
 
 SGD = OptimizerConfig(optimizer_type="sgd", lr=0.0)
 

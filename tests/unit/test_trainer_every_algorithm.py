@@ -8,9 +8,9 @@ from roles_support import SGD, TYPES, gradients_of, rows_for, train_alone, train
 from trainer_support import batch_of, rows, tiny_model
 
 from trinity_dask.algorithm import resolve_algorithm
-from trinity_dask.trainer.engine import TrainEngine
-from trinity_dask.trainer.frozen import FrozenModel
-from trinity_dask.trainer.settings import EngineSettings
+from trinity_dask.trainer.model.frozen import FrozenModel
+from trinity_dask.trainer.step.engine import TrainEngine
+from trinity_dask.trainer.step.settings import EngineSettings
 
 ROW_TOKENS = 14  # padded tokens of the widest row
 

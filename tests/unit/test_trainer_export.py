@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from trainer_support import batch_of, engine, rows, tiny_model, weights
 
 from trinity_dask.config.schema import OptimizerConfig
-from trinity_dask.trainer.checkpoint import write_checkpoint
-from trinity_dask.trainer.export import read_engine, write_engine
-from trinity_dask.trainer.hf_export import export_policy
+from trinity_dask.trainer.checkpoints.checkpoint import write_checkpoint
+from trinity_dask.trainer.checkpoints.export import read_engine, write_engine
+from trinity_dask.trainer.checkpoints.hf_export import export_policy
 
 
 def test_a_resumed_engine_is_bit_equal(tmp_path):

@@ -11,7 +11,7 @@ from trainer_support import grpo_config, rows, save_tiny_model
 
 from trinity_dask.buffer.experience_buffer import ExperienceBuffer
 from trinity_dask.experience.schema import to_table
-from trinity_dask.trainer.checkpoint import complete_checkpoints
+from trinity_dask.trainer.checkpoints.checkpoint import complete_checkpoints
 
 
 @pytest.mark.parametrize(

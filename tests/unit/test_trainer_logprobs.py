@@ -8,9 +8,9 @@ import torch
 from trainer_support import batch_of, engine, logprobs, rows, tiny_model
 
 from trinity_dask.algorithm.entropy import token_entropy
-from trinity_dask.trainer.batching import Widths, micro_batches, sequence_batch, take
-from trinity_dask.trainer.logprobs import Scorer
-from trinity_dask.trainer.policy_model import without_dropout
+from trinity_dask.trainer.model.logprobs import Scorer
+from trinity_dask.trainer.model.policy_model import without_dropout
+from trinity_dask.trainer.step.batching import Widths, micro_batches, sequence_batch, take
 
 
 def score(model, experiences, temperature=1.0, budget=1 << 30):

@@ -14,8 +14,12 @@ from trainer_support import grpo_config, rows, save_tiny_model
 
 from trinity_dask.buffer.experience_buffer import ExperienceBuffer
 from trinity_dask.experience.schema import to_table
-from trinity_dask.trainer.checkpoint import complete_checkpoints, latest_hf_export, read_state
-from trinity_dask.trainer.rank_pool import RanksFailed
+from trinity_dask.trainer.checkpoints.checkpoint import (
+    complete_checkpoints,
+    latest_hf_export,
+    read_state,
+)
+from trinity_dask.trainer.ranks.rank_pool import RanksFailed
 from trinity_dask.trainer.trainer import NoUsableRows, Trainer
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trinity_dask.config.schema import OptimizerConfig
-from trinity_dask.trainer.optimizer import Schedule, build_optimizer, build_schedule
+from trinity_dask.trainer.model.optimizer import Schedule, build_optimizer, build_schedule
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "reference.py"
 SPEC = importlib.util.spec_from_file_location("golden_reference", GOLDEN)

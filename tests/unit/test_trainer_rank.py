@@ -13,10 +13,10 @@ from trainer_support import grpo_config, rows, save_tiny_model
 from trinity_dask.config.schema import OptimizerConfig
 from trinity_dask.experience.payload import encode
 from trinity_dask.models.protocol import WeightGroupSpec, WeightUpdate
-from trinity_dask.models.weight_transfer import Digest, make_group, recv
-from trinity_dask.trainer.checkpoint import latest_complete, read_state
-from trinity_dask.trainer.rank import TrainerRank
-from trinity_dask.trainer.rows import TrainInput
+from trinity_dask.trainer.checkpoints.checkpoint import latest_complete, read_state
+from trinity_dask.trainer.ranks.rank import TrainerRank
+from trinity_dask.trainer.step.rows import TrainInput
+from trinity_dask.weights.buckets import Digest, make_group, recv
 
 SGD = OptimizerConfig(optimizer_type="sgd", lr=0.5)
 

@@ -34,14 +34,14 @@ from trinity_dask.config.schema import Config, CriticConfig, OptimizerConfig
 from trinity_dask.experience.payload import encode
 from trinity_dask.experience.schema import to_table
 from trinity_dask.trainer.alarms import SILENT_STEPS, Alarms
-from trinity_dask.trainer.batching import Widths, micro_batches, plan_updates, take
-from trinity_dask.trainer.frozen import FrozenModel
-from trinity_dask.trainer.rank import TrainerRank
-from trinity_dask.trainer.roles import load_critic, load_reference, load_teacher
-from trinity_dask.trainer.row_metrics import describe_rows
-from trinity_dask.trainer.rows import TrainInput
-from trinity_dask.trainer.step_advantages import token_rewards
-from trinity_dask.trainer.value_model import ValueScorer, load_value_model
+from trinity_dask.trainer.model.frozen import FrozenModel
+from trinity_dask.trainer.model.roles import load_critic, load_reference, load_teacher
+from trinity_dask.trainer.model.value_model import ValueScorer, load_value_model
+from trinity_dask.trainer.ranks.rank import TrainerRank
+from trinity_dask.trainer.step.batching import Widths, micro_batches, plan_updates, take
+from trinity_dask.trainer.step.row_metrics import describe_rows
+from trinity_dask.trainer.step.rows import TrainInput
+from trinity_dask.trainer.step.step_advantages import token_rewards
 
 PPO = {"algorithm_type": "ppo", "kl_loss_fn": "none"}
 FLAT = {

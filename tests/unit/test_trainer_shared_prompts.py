@@ -13,10 +13,10 @@ from trainer_support import GRPO, VOCAB, batch_of, engine, gradients, logprobs, 
 from trinity_dask.config.schema import LoraConfig
 from trinity_dask.experience import EID, Experience
 from trinity_dask.models.lora import add_adapter
-from trinity_dask.trainer.batching import MicroBatch
-from trinity_dask.trainer.logprobs import Scorer
-from trinity_dask.trainer.shared_prompts import may_share, shared_prompts
-from trinity_dask.trainer.step_rows import StepRows
+from trinity_dask.trainer.model.logprobs import Scorer
+from trinity_dask.trainer.step.batching import MicroBatch
+from trinity_dask.trainer.step.shared_prompts import may_share, shared_prompts
+from trinity_dask.trainer.step.step_rows import StepRows
 
 N_PROMPTS, ANSWERS = 3, 6
 

@@ -9,10 +9,10 @@ from trainer_support import GRPO, batch_of, engine, gradients, rows, tiny_model
 
 from trinity_dask.algorithm.entropy import token_entropy
 from trinity_dask.config.schema import OptimizerConfig
-from trinity_dask.trainer import token_scores
-from trinity_dask.trainer.batching import Widths, take
-from trinity_dask.trainer.logprobs import Scorer
-from trinity_dask.trainer.token_scores import score_tokens
+from trinity_dask.trainer.model import token_scores
+from trinity_dask.trainer.model.logprobs import Scorer
+from trinity_dask.trainer.model.token_scores import score_tokens
+from trinity_dask.trainer.step.batching import Widths, take
 
 N, WIDTH, VOCAB = 23, 12, 40
 

@@ -13,8 +13,8 @@ from trainer_support import batch_of, rows, tiny_model
 
 from trinity_dask.experience.schema import to_table
 from trinity_dask.trainer.alarms import SILENT_STEPS, Alarms
-from trinity_dask.trainer.frozen import FrozenModel
-from trinity_dask.trainer.row_metrics import describe_rows
+from trinity_dask.trainer.model.frozen import FrozenModel
+from trinity_dask.trainer.step.row_metrics import describe_rows
 
 UNSCORED = "advantage/unscored_rows"
 KINDS = ["ppo", "rloo", "reinforceplusplus", "grpo"]

@@ -8,10 +8,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from trainer_support import batch_of, engine, rows, tiny_model
 
-from trinity_dask.trainer.batching import sequence_batch
-from trinity_dask.trainer.logprobs import Scorer
 from trinity_dask.trainer.metrics import merge_rank_metrics
-from trinity_dask.trainer.utilisation import Meter, model_flops, peak_tflops
+from trinity_dask.trainer.model.logprobs import Scorer
+from trinity_dask.trainer.step.batching import sequence_batch
+from trinity_dask.trainer.step.utilisation import Meter, model_flops, peak_tflops
 
 
 def test_the_count_is_that_of_the_matrix_products():

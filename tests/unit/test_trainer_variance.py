@@ -7,8 +7,8 @@ import torch
 from roles_support import role_engine, rows_for, train_on_ranks
 from trainer_support import batch_of
 
-from trinity_dask.trainer.gradients import GradientGroup
-from trinity_dask.trainer.variance import probability_energy, variance_proxies
+from trinity_dask.trainer.ranks.gradients import GradientGroup
+from trinity_dask.trainer.step.variance import probability_energy, variance_proxies
 
 PREFIX = "variance_proxy/"
 

@@ -27,8 +27,7 @@ from models_support import (
 from trainer_support import batch_of, engine
 
 from trinity_dask.experience import EID, Experience
-from trinity_dask.manager.weight_shelf import Published, WeightShelf
-from trinity_dask.models.engine_actor import EngineActor, build_engine
+from trinity_dask.models.actor.actor import EngineActor, build_engine
 from trinity_dask.models.protocol import (
     SamplingParams,
     TensorMeta,
@@ -36,15 +35,16 @@ from trinity_dask.models.protocol import (
     WeightReceipt,
     WeightUpdate,
 )
-from trinity_dask.models.shared_weights import set_free
-from trinity_dask.models.torch_engine import load_model
-from trinity_dask.models.weight_transfer import (
+from trinity_dask.models.torch.engine import load_model
+from trinity_dask.models.wrapper import ModelWrapper, load_tokenizer
+from trinity_dask.sync.shelf import Published, WeightShelf
+from trinity_dask.weights.buckets import (
     make_group,
     named_weights,
     tensor_meta,
     write_safetensors,
 )
-from trinity_dask.models.wrapper import ModelWrapper, load_tokenizer
+from trinity_dask.weights.shared_memory import set_free
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]

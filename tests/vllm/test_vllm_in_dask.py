@@ -13,9 +13,9 @@ from models_support import PROMPT, engine_spec, hf_logprobs, save_model
 from trinity_dask.cluster.actors import recreate_actor, start_actor
 from trinity_dask.cluster.rpc import call
 from trinity_dask.cluster.slots import slot_resource
-from trinity_dask.models.engine_actor import EngineActor, local_engine
+from trinity_dask.models.actor.actor import EngineActor, local_engine
 from trinity_dask.models.protocol import SamplingParams
-from trinity_dask.models.torch_engine import load_model
+from trinity_dask.models.torch.engine import load_model
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]

@@ -12,11 +12,11 @@ import torch
 from models_support import PROMPT, engine_spec, hf_logprobs, save_model, send_named
 
 from trinity_dask.config.schema import LoraConfig
-from trinity_dask.models.engine_actor import EngineActor
+from trinity_dask.models.actor.actor import EngineActor
 from trinity_dask.models.lora import adapter_off, adapter_parameters, add_adapter
 from trinity_dask.models.protocol import SamplingParams
-from trinity_dask.models.torch_engine import load_model
-from trinity_dask.models.weight_transfer import checksum
+from trinity_dask.models.torch.engine import load_model
+from trinity_dask.weights.buckets import checksum
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]

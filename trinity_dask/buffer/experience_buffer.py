@@ -20,13 +20,13 @@ import pyarrow as pa
 
 from trinity_dask.algorithm.registry import build
 from trinity_dask.buffer.errors import EndOfData, StoreError
-from trinity_dask.buffer.lease_queue import LeaseQueue
-from trinity_dask.buffer.manifest import Manifest, RowRef
-from trinity_dask.buffer.priority import PRIORITY_FNS
-from trinity_dask.buffer.replay_queue import ReplayQueue
-from trinity_dask.buffer.row_index import META_KEY, RowIndex
-from trinity_dask.buffer.row_queue import Lease, RowQueue
-from trinity_dask.buffer.store import ExperienceStore
+from trinity_dask.buffer.queue.lease_queue import LeaseQueue
+from trinity_dask.buffer.queue.priority import PRIORITY_FNS
+from trinity_dask.buffer.queue.replay_queue import ReplayQueue
+from trinity_dask.buffer.queue.row_queue import Lease, RowQueue
+from trinity_dask.buffer.store.experience_store import ExperienceStore
+from trinity_dask.buffer.store.manifest import Manifest, RowRef
+from trinity_dask.buffer.store.row_index import META_KEY, RowIndex
 from trinity_dask.config.schema import ExperienceBufferConfig
 from trinity_dask.experience.schema import check_schema
 

@@ -37,11 +37,11 @@ from trinity_dask.algorithm.sample_strategies import (
     check_staleness,
 )
 from trinity_dask.algorithm.table import resolve_algorithm
+from trinity_dask.buffer.data.expert_rows import ExpertRows
 from trinity_dask.buffer.errors import EndOfData
 from trinity_dask.buffer.experience_buffer import BufferLease, ExperienceBuffer
-from trinity_dask.buffer.expert_rows import ExpertRows
-from trinity_dask.buffer.manifest import RowRef
-from trinity_dask.buffer.representative import Example, representative_examples
+from trinity_dask.buffer.operators.representative import Example, representative_examples
+from trinity_dask.buffer.store.manifest import RowRef
 from trinity_dask.config.schema import Config
 
 

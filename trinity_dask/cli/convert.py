@@ -17,8 +17,8 @@ def main(args: Sequence[str]) -> int:
     flags = _parser().parse_args(list(args))
     import torch
 
-    from trinity_dask.trainer.checkpoint import HF_EXPORT
-    from trinity_dask.trainer.hf_export import export_policy
+    from trinity_dask.trainer.checkpoints.checkpoint import HF_EXPORT
+    from trinity_dask.trainer.checkpoints.hf_export import export_policy
 
     for path in _wanted(Path(flags.directory), flags.step):
         if (path / HF_EXPORT).is_dir() and not flags.force:
@@ -49,7 +49,7 @@ def _wanted(directory: Path, steps: Sequence[int] | None) -> Iterator[Path]:
     Raises:
         CommandError: there is none, or one of ``steps`` is missing.
     """
-    from trinity_dask.trainer.checkpoint import is_complete, step_of
+    from trinity_dask.trainer.checkpoints.checkpoint import is_complete, step_of
 
     if not directory.is_dir():
         raise CommandError(f"{directory} is not a directory")
@@ -66,7 +66,7 @@ def _wanted(directory: Path, steps: Sequence[int] | None) -> Iterator[Path]:
 
 def _all(directory: Path) -> list[Path]:
     """Checkpoints of a stage, or of every stage of a job."""
-    from trinity_dask.trainer.checkpoint import complete_checkpoints
+    from trinity_dask.trainer.checkpoints.checkpoint import complete_checkpoints
 
     stages = [directory, *sorted(path for path in directory.iterdir() if path.is_dir())]
     return [path for stage in stages for path in complete_checkpoints(stage)]

@@ -49,7 +49,7 @@ def last_step(stages: Sequence[Config], stage: Optional[str]) -> int:
     Raises:
         CommandError: none has committed a batch.
     """
-    from trinity_dask.buffer.store import ExperienceStore
+    from trinity_dask.buffer.store.experience_store import ExperienceStore
 
     for config in reversed(stages):
         buffer = config.buffer.trainer_input.experience_buffer

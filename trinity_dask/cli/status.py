@@ -75,8 +75,8 @@ def stage_lines(stage: Config) -> Iterator[str]:
 
 
 def _store_lines(stage: Config) -> Iterator[str]:
-    from trinity_dask.buffer.store import ExperienceStore
-    from trinity_dask.manager.accounts import BatchAccounts
+    from trinity_dask.buffer.store.experience_store import ExperienceStore
+    from trinity_dask.launcher.accounts import BatchAccounts
 
     buffer = stage.buffer.trainer_input.experience_buffer
     if stage.mode == "train" or buffer.storage_type != "store" or not buffer.path:
@@ -92,7 +92,7 @@ def _store_lines(stage: Config) -> Iterator[str]:
 
 
 def _checkpoint_lines(stage: Config) -> Iterator[str]:
-    from trinity_dask.trainer.checkpoint import latest_complete
+    from trinity_dask.trainer.checkpoints.checkpoint import latest_complete
 
     newest = latest_complete(str(stage.job_dir))
     yield f"  checkpoint: {newest.name if newest else 'none yet'}"

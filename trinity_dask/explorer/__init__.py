@@ -12,8 +12,8 @@ from typing import Any
 _LAZY = {
     "Explorer": "trinity_dask.explorer.explorer",
     "RolloutCoordinator": "trinity_dask.explorer.rollout_coordinator",
-    "Scheduler": "trinity_dask.explorer.scheduler",
-    "WorkflowRunner": "trinity_dask.explorer.workflow_runner",
+    "Scheduler": "trinity_dask.explorer.schedule.scheduler",
+    "WorkflowRunner": "trinity_dask.explorer.rollout.workflow_runner",
 }
 __all__ = list(_LAZY)
 

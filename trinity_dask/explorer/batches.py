@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Optional
 
-from trinity_dask.explorer.tasks import BatchId, BatchResult
+from trinity_dask.explorer.schedule.tasks import BatchId, BatchResult
 from trinity_dask.workflows import Task
 
 TRAIN, EVAL = "train", "eval"

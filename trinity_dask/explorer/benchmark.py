@@ -21,9 +21,9 @@ from trinity_dask.config.schema import Config
 from trinity_dask.explorer.engine_weights import EngineWeights
 from trinity_dask.explorer.evaluation import Evaluations
 from trinity_dask.explorer.processing import BatchFailed
-from trinity_dask.manager.state_manager import read_json, write_json
+from trinity_dask.files import read_json, write_json
 from trinity_dask.monitor.scores import BENCHMARK_FILE
-from trinity_dask.trainer.checkpoint import complete_checkpoints
+from trinity_dask.trainer.checkpoints.checkpoint import complete_checkpoints
 
 log = logging.getLogger("trinity_dask.explorer")
 

@@ -13,10 +13,10 @@ from typing import Any, Optional
 
 from trinity_dask.cluster.rpc import rpc
 from trinity_dask.config.nearest import hint
-from trinity_dask.manager.engine_pool import EnginePool
+from trinity_dask.engines.pool import EnginePool
 from trinity_dask.models.protocol import WeightGroupSpec, WeightUpdate
-from trinity_dask.models.weight_files import read_safetensors
-from trinity_dask.trainer.checkpoint import ADAPTER, HF_EXPORT, WEIGHTS, latest_complete
+from trinity_dask.trainer.checkpoints.checkpoint import ADAPTER, HF_EXPORT, WEIGHTS, latest_complete
+from trinity_dask.weights.files import read_safetensors
 
 log = logging.getLogger("trinity_dask.explorer")
 

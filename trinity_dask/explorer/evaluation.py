@@ -13,7 +13,7 @@ from typing import Any, Optional
 
 from trinity_dask.explorer.batches import EVAL
 from trinity_dask.explorer.rollout_coordinator import RolloutCoordinator
-from trinity_dask.explorer.taskset_reader import TasksetReader
+from trinity_dask.explorer.tasks.taskset_reader import TasksetReader
 from trinity_dask.monitor.monitor import Monitor
 
 log = logging.getLogger("trinity_dask.explorer")

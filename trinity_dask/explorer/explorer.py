@@ -17,20 +17,21 @@ from typing import Any, ClassVar, Optional
 from weakref import WeakValueDictionary
 
 from trinity_dask.buffer.experience_buffer import ExperienceBuffer
-from trinity_dask.buffer.manifest import Manifest
+from trinity_dask.buffer.store.manifest import Manifest
+from trinity_dask.config import job_dir
 from trinity_dask.config.schema import Config
+from trinity_dask.explorer.batch_window import InFlight
 from trinity_dask.explorer.batches import EVAL, TRAIN, signature, step_of, train_batch_id
 from trinity_dask.explorer.benchmark import Benchmark
 from trinity_dask.explorer.engine_weights import EngineWeights
 from trinity_dask.explorer.evaluation import Evaluations
-from trinity_dask.explorer.in_flight import InFlight
 from trinity_dask.explorer.rollout_coordinator import RolloutCoordinator
-from trinity_dask.explorer.task_stream import TaskStream
-from trinity_dask.explorer.taskset_reader import TasksetReader
+from trinity_dask.explorer.tasks.task_stream import TaskStream
+from trinity_dask.explorer.tasks.taskset_reader import TasksetReader
 from trinity_dask.explorer.weight_calls import WeightCalls
-from trinity_dask.manager.state_manager import StateManager, read_json, write_json
-from trinity_dask.manager.synchronizer import Synchronizer
+from trinity_dask.files import read_json, write_json
 from trinity_dask.monitor.monitor import Monitor
+from trinity_dask.sync.synchronizer import Synchronizer
 
 log = logging.getLogger("trinity_dask.explorer")
 
@@ -62,7 +63,7 @@ class Explorer(WeightCalls):
         self._buffer = buffer
         self._end_writes = end_writes or (buffer.close_writes if buffer is not None else None)
         self._signed = signature(cfg.mode, self.name)
-        self._state_file = StateManager(str(cfg.job_dir), self.name).explorer_file
+        self._state_file = job_dir.explorer_file(cfg)
         self._reader: Optional[TasksetReader] = None
         self._stream: Optional[TaskStream] = None
         self._evals: Optional[Evaluations] = None

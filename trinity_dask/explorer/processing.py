@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from trinity_dask.algorithm.table import resolve_algorithm
-from trinity_dask.buffer.pipeline import ExperiencePipeline
+from trinity_dask.buffer.operators.pipeline import ExperiencePipeline
 from trinity_dask.config.schema import Config
 from trinity_dask.experience.payload import decode
 from trinity_dask.explorer.batch_stats import row_statistics

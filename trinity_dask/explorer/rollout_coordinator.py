@@ -30,11 +30,11 @@ from trinity_dask.explorer.batches import (
     no_meta,
     refill_id,
 )
-from trinity_dask.explorer.live import lag_metrics, live_status
 from trinity_dask.explorer.metrics import batch_metrics, eval_batch_metrics
 from trinity_dask.explorer.processing import BatchFailed, Processed, Processing, count_groups
-from trinity_dask.explorer.scheduler import Scheduler
-from trinity_dask.explorer.tasks import BatchId, BatchResult, Counts
+from trinity_dask.explorer.schedule.live import lag_metrics, live_status
+from trinity_dask.explorer.schedule.scheduler import Scheduler
+from trinity_dask.explorer.schedule.tasks import BatchId, BatchResult, Counts
 from trinity_dask.workflows import Task
 
 log = logging.getLogger("trinity_dask.coordinator")

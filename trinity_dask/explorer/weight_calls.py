@@ -13,8 +13,8 @@ from typing import Any, Optional
 
 from trinity_dask.config.schema import Config
 from trinity_dask.explorer.engine_weights import EngineWeights
-from trinity_dask.manager.synchronizer import Synchronizer
 from trinity_dask.monitor.monitor import Monitor
+from trinity_dask.sync.synchronizer import Synchronizer
 
 FULLY_ASYNC = "fully_async"
 WATCH_S = 30.0  # one long-poll for new weights

@@ -22,7 +22,7 @@ from trinity_dask.monitor.curves import write_curves
 from trinity_dask.workflows.loading import load_callable
 
 if TYPE_CHECKING:
-    from trinity_dask.launcher.stage import StageRunner
+    from trinity_dask.launcher.stages.base import StageRunner
 
 log = logging.getLogger("trinity_dask.launcher")
 
@@ -183,7 +183,7 @@ def _preparing() -> asyncio.Lock:
 
 def _read_tasks(stage: Config) -> None:
     """Open the tasksets of a stage. Raises DataError naming file, row and column."""
-    from trinity_dask.explorer.taskset_reader import TasksetReader
+    from trinity_dask.explorer.tasks.taskset_reader import TasksetReader
 
     TasksetReader(stage)
 

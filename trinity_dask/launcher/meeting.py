@@ -21,7 +21,7 @@ from trinity_dask.cluster.rpc import local_actor
 from trinity_dask.cluster.slots import CONTROL
 from trinity_dask.config.schema import Config
 from trinity_dask.launcher.peers import End
-from trinity_dask.manager.synchronizer import Synchronizer
+from trinity_dask.sync.synchronizer import Synchronizer
 
 if TYPE_CHECKING:
     from trinity_dask.trainer.trainer import Trainer

@@ -12,11 +12,11 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, Any, Optional
 
+from trinity_dask.launcher.accounts import Accounts, AccountsError
 from trinity_dask.launcher.status import StatusBoard
-from trinity_dask.manager.accounts import Accounts, AccountsError
 
 if TYPE_CHECKING:
-    from trinity_dask.launcher.stage import StageRunner
+    from trinity_dask.launcher.stages.base import StageRunner
 
 log = logging.getLogger("trinity_dask.stage")
 

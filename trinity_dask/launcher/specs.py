@@ -10,7 +10,7 @@ from trinity_dask.cluster.slots import engine_slot, own_engine_slots
 from trinity_dask.config.schema import Config
 from trinity_dask.models.checks import check_model_dir
 from trinity_dask.models.protocol import EngineSpec
-from trinity_dask.trainer.checkpoint import latest_hf_export
+from trinity_dask.trainer.checkpoints.checkpoint import latest_hf_export
 
 
 def engine_specs(cfg: Config) -> list[EngineSpec]:

@@ -26,10 +26,10 @@ log = logging.getLogger("trinity_dask.launcher")
 
 WAIT_S = 60.0
 MODEL_CLASSES = "transformers.models.auto.modeling_auto"
-TRAINER_MODULES = ("trinity_dask.trainer.rank", "transformers.modeling_utils", MODEL_CLASSES)
+TRAINER_MODULES = ("trinity_dask.trainer.ranks.rank", "transformers.modeling_utils", MODEL_CLASSES)
 # vLLM's environment is set before anything of it, or of torch's compiler, is imported
 ENGINE_MODULES = {
-    "torch": ("trinity_dask.models.torch_engine", "transformers.modeling_utils", MODEL_CLASSES),
+    "torch": ("trinity_dask.models.torch.engine", "transformers.modeling_utils", MODEL_CLASSES),
     "vllm": ("torch",),
 }
 

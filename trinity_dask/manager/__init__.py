@@ -6,11 +6,11 @@ import importlib
 from typing import Any
 
 _LAZY = {
-    "Synchronizer": "trinity_dask.manager.synchronizer",
-    "RemoteSynchronizer": "trinity_dask.manager.remote_sync",
-    "RunningStatus": "trinity_dask.manager.sync_state",
+    "Synchronizer": "trinity_dask.sync.synchronizer",
+    "RemoteSynchronizer": "trinity_dask.sync.remote_sync",
+    "RunningStatus": "trinity_dask.sync.state",
     "StateManager": "trinity_dask.manager.state_manager",
-    "EnginePool": "trinity_dask.manager.engine_pool",
+    "EnginePool": "trinity_dask.engines.pool",
 }
 __all__ = list(_LAZY)
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from trinity_dask.models.checksum import Digest
 from trinity_dask.models.protocol import (
     FINISH_LENGTH,
     FINISH_STOP,
@@ -29,6 +28,7 @@ from trinity_dask.models.protocol import (
     WeightUpdate,
 )
 from trinity_dask.models.requests import check_sampling
+from trinity_dask.weights.checksum import Digest
 
 VOCAB_SIZE = 256
 EOS_ID = VOCAB_SIZE - 1
@@ -124,7 +124,7 @@ class FakeEngine:
         return np.full(len(token_ids) - 1, LOGPROB, dtype=np.float32)
 
     async def init_weight_group(self, spec: WeightGroupSpec) -> None:
-        from trinity_dask.models.weight_transfer import make_group
+        from trinity_dask.weights.buckets import make_group
 
         await self.teardown_weight_group()
         self._group = await asyncio.to_thread(make_group, spec, spec.rank_offset, False)
@@ -142,8 +142,8 @@ class FakeEngine:
         return receipt
 
     def _receive(self, update: WeightUpdate) -> WeightReceipt:
-        from trinity_dask.models.torch_weights import incoming
-        from trinity_dask.models.weight_urls import fetched
+        from trinity_dask.models.torch.weights import incoming
+        from trinity_dask.weights.urls import fetched
 
         start = time.perf_counter()
         digest = Digest()

@@ -80,7 +80,7 @@ def _check_teacher(stage: Config, resolve: Callable[..., Any]) -> None:
 
 def _operator_problems(stage: Config) -> Iterator[str]:
     from trinity_dask.algorithm.registry import build
-    from trinity_dask.buffer.operators import OPERATORS
+    from trinity_dask.buffer.operators.operators import OPERATORS
 
     for index, operator in enumerate(stage.buffer.operators):
         yield from _tried(

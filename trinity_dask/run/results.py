@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 from typing import TYPE_CHECKING, Any, Optional
 
-from trinity_dask.buffer.store import ExperienceStore, RowRef
+from trinity_dask.buffer.store.experience_store import ExperienceStore, RowRef
 from trinity_dask.config import Config
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from trinity_dask.cluster.errors import ClusterError
 from trinity_dask.cluster.rpc import ActorHandle, ActorLost, call
 from trinity_dask.cluster.slots import CONTROL
 from trinity_dask.config import Config, resolve, split_stages, validate
+from trinity_dask.launcher.job_files import finished_message
 from trinity_dask.launcher.job_lock import claims_of, wait_unlocked
-from trinity_dask.launcher.job_state import finished_message
 from trinity_dask.launcher.launcher import Launcher
 from trinity_dask.launcher.status import FINAL_STATES
 from trinity_dask.run import joining

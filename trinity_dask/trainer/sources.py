@@ -17,12 +17,12 @@ import pyarrow as pa
 from trinity_dask.algorithm.table import resolve_algorithm
 from trinity_dask.buffer.errors import EndOfData
 from trinity_dask.buffer.experience_buffer import ExperienceBuffer
-from trinity_dask.buffer.row_files import RowFile, open_rows
 from trinity_dask.buffer.sample_strategy import Sample, make_strategy
+from trinity_dask.buffer.store.row_files import RowFile, open_rows
 from trinity_dask.config.schema import Config
 from trinity_dask.experience.payload import encode_table
 from trinity_dask.models.tokenizer import load_tokenizer
-from trinity_dask.trainer.rows import TrainInput
+from trinity_dask.trainer.step.rows import TrainInput
 from trinity_dask.workflows.loading import load_plugins
 
 SLICE_S = 1.0  # how long one wait for rows lasts before the caller can look around

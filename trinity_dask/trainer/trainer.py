@@ -20,9 +20,9 @@ from trinity_dask.buffer.errors import EndOfData
 from trinity_dask.cluster.rpc import ActorLost
 from trinity_dask.config.schema import Config
 from trinity_dask.trainer.alarms import Alarms
-from trinity_dask.trainer.checkpoint import HF_EXPORT, latest_complete, read_state
+from trinity_dask.trainer.checkpoints.checkpoint import HF_EXPORT, latest_complete, read_state
 from trinity_dask.trainer.metrics import merge_rank_metrics
-from trinity_dask.trainer.rank_pool import RankPool
+from trinity_dask.trainer.ranks.rank_pool import RankPool
 from trinity_dask.trainer.sources import Feed, Patience, Source, open_source
 
 log = logging.getLogger("trinity_dask.trainer")

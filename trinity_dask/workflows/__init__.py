@@ -4,8 +4,8 @@ Invariant: importing this package imports no built-in workflow; the registry doe
 a name is first used.
 """
 
+from trinity_dask.experience.task import Task
 from trinity_dask.workflows.registry import Registry
-from trinity_dask.workflows.task import Task
 from trinity_dask.workflows.workflow import PartialGroupError, Workflow
 
 _SIMPLE = "trinity_dask.workflows.simple"

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any, Optional
 
 from trinity_dask.experience import PROMPT_TRUNCATED, RESPONSE_TRUNCATED, Experience
+from trinity_dask.experience.task import Task
 from trinity_dask.workflows.scoring import REWARD_TIMEOUT_S, Facts, Reward, Score, score_all
-from trinity_dask.workflows.task import Task
 from trinity_dask.workflows.workflow import PartialGroupError, Workflow
 
 THINK_SYSTEM_PROMPT = (

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
 from trinity_dask.experience import Experience
-from trinity_dask.workflows.task import Task
+from trinity_dask.experience.task import Task
 
 if TYPE_CHECKING:
     from trinity_dask.models.wrapper import ModelWrapper

@@ -1,0 +1,147 @@
+"""Operators: what may happen to a batch of experiences before it is committed.
+
+Invariant: an operator returns the experiences that remain, in order, and numbers that
+say what it did; it never invents a reward. Grouping is by task (``eid.tid``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from trinity_dask.algorithm.advantages import group_by_task
+from trinity_dask.algorithm.registry import LazyRegistry
+from trinity_dask.buffer.operators.reward_operators import is_valid
+from trinity_dask.experience import RESPONSE_TRUNCATED, Experience
+
+Result = tuple[list[Experience], dict[str, Any]]
+OPERATORS = LazyRegistry("operator")
+for _name, _class in (
+    ("reward_shaping_mapper", "RewardShapingMapper"),
+    ("overlong_penalty", "OverlongPenalty"),
+    ("pass_rate_calculator", "PassRateCalculator"),
+):
+    OPERATORS.register_module(_name)(f"trinity_dask.buffer.operators.reward_operators:{_class}")
+
+
+class Operator(Protocol):
+    """``OperatorConfig.args`` are the constructor's keyword arguments.
+
+    Metrics are numbers; a key that begins with ``time/`` and the key ``selector_metric``
+    are passed on as they are, others get the operator's name.
+    """
+
+    def process(self, exps: list[Experience]) -> Result: ...
+
+
+def _teaches(exp: Experience, outcome: float | None) -> bool:
+    """Whether a row has an outcome and a token to learn: others have no say about a group."""
+    return is_valid(outcome) and bool(exp.action_mask is not None and exp.action_mask.any())
+
+
+def _filtered(before: Sequence[Experience], kept: list[Experience]) -> Result:
+    return kept, {"filtered_count": float(len(before) - len(kept))}
+
+
+@OPERATORS.register_module("reward_filter")
+class RewardFilter:
+    """Keep experiences with reward >= ``threshold``; those without a reward are dropped."""
+
+    def __init__(self, threshold: float = 0.0) -> None:
+        self.threshold = threshold
+
+    def process(self, exps: list[Experience]) -> Result:
+        kept = [e for e in exps if e.reward is not None and e.reward >= self.threshold]
+        return _filtered(exps, kept)
+
+
+@OPERATORS.register_module("invalid_reward_filter")
+class InvalidRewardFilter:
+    """Drop experiences whose reward is missing or NaN."""
+
+    def process(self, exps: list[Experience]) -> Result:
+        return _filtered(exps, [e for e in exps if is_valid(e.reward)])
+
+
+@OPERATORS.register_module("reward_std_filter")
+class RewardStdFilter:
+    """Drop the groups that teach nothing: one member, or population std <= ``threshold``.
+
+    Members without a valid reward, and those that are masked, do not count; a group is
+    kept or dropped as a whole.
+    """
+
+    def __init__(self, threshold: float = 0.0) -> None:
+        self.threshold = threshold
+
+    def process(self, exps: list[Experience]) -> Result:
+        groups = group_by_task(exps)
+        rewards = {
+            tid: [e.reward for e in group if e.reward is not None and _teaches(e, e.reward)]
+            for tid, group in groups.items()
+        }
+        kept = {tid for tid, values in rewards.items() if self._is_spread(values)}
+        result, metrics = _filtered(exps, [e for e in exps if e.eid.tid in kept])
+        metrics |= {"operator_filtered_count": metrics["filtered_count"]}
+        return result, metrics | _origin_metrics([v for v in rewards.values() if v])
+
+    def _is_spread(self, rewards: list[float]) -> bool:
+        # equal rewards are compared, not subtracted: a rounded mean must not make a spread
+        if len(rewards) < 2 or min(rewards) == max(rewards):
+            return False
+        return float(np.std(rewards)) > self.threshold
+
+
+def _origin_metrics(rewards: list[list[float]]) -> dict[str, float]:
+    """Group statistics before the filter: they show what it removed."""
+    metrics = {}
+    for name, statistic in (("reward_mean", np.mean), ("reward_std", np.std)):
+        values = [float(statistic(group)) for group in rewards]
+        for summary, function in (("mean", np.mean), ("max", max), ("min", min)):
+            if values:
+                key = f"origin_group_advantages/{name}/{summary}"
+                metrics[key] = float(function(values))
+    return metrics
+
+
+@OPERATORS.register_module("dapo_dynamic_sampling")
+class DAPODynamicSampling:
+    """Keep the groups with right and wrong answers (DAPO, arXiv 2503.14476, section 3.2).
+
+    The outcome of a row is ``metrics[metric_key]``, or its reward where there is no such
+    metric; it is right when it exceeds ``correct_threshold``. Rows without an outcome and
+    masked ones do not count, and a group with fewer than two that count is dropped.
+    ``dropped_all_correct`` and ``dropped_all_wrong`` count rows, as ``filtered_count`` does.
+    """
+
+    def __init__(self, metric_key: str = "accuracy", correct_threshold: float = 0.0) -> None:
+        self.metric_key = metric_key
+        self.correct_threshold = correct_threshold
+
+    def process(self, exps: list[Experience]) -> Result:
+        groups = group_by_task(exps)
+        right = {tid: self._outcomes(group) for tid, group in groups.items()}
+        kept = {tid for tid, hits in right.items() if len(hits) > 1 and 0 < sum(hits) < len(hits)}
+        result, metrics = _filtered(exps, [e for e in exps if e.eid.tid in kept])
+        alike = {tid: hits for tid, hits in right.items() if len(hits) > 1 and tid not in kept}
+        correct = sum(len(groups[tid]) for tid, hits in alike.items() if all(hits))
+        wrong = sum(len(groups[tid]) for tid, hits in alike.items() if not any(hits))
+        metrics |= {"dropped_all_correct": float(correct), "dropped_all_wrong": float(wrong)}
+        return result, metrics | {"kept_group_count": float(len(kept))}
+
+    def _outcomes(self, group: Sequence[Experience]) -> list[bool]:
+        outcomes = [(e, e.metrics.get(self.metric_key, e.reward)) for e in group]
+        return [o > self.correct_threshold for e, o in outcomes if o is not None and _teaches(e, o)]
+
+
+@OPERATORS.register_module("mask_response_truncated")
+class MaskResponseTruncated:
+    """Responses that were cut are kept in the group but not learned: action mask all false."""
+
+    def process(self, exps: list[Experience]) -> Result:
+        cut = [e for e in exps if e.truncate_status == RESPONSE_TRUNCATED]
+        for exp in cut:
+            exp.action_mask = np.zeros(exp.response_length, np.bool_)
+        return exps, {"masked_truncated_count": float(len(cut))}

@@ -1,0 +1,335 @@
+"""The experience store: batches of experiences as Arrow files, each made real by a manifest.
+
+Invariant: a batch exists exactly when ``commit/<batch>.json`` does; that file is created
+exclusively and only after its data is durable, so a batch is committed once and whole or
+not at all, whoever dies when. Readers list manifests, never data files.
+
+Layout: ``data/<batch>-<uuid>.arrow`` (Arrow IPC file format, one record batch) and
+``commit/<batch>.json``. Any Arrow reader can open the data folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from trinity_dask.buffer.errors import CorruptFileError, StoreError
+from trinity_dask.buffer.store.files import open_files
+from trinity_dask.buffer.store.manifest import SUFFIX, Manifest, RowRef, batch_key
+from trinity_dask.experience.schema import SCHEMA, check_schema, conform
+
+log = logging.getLogger(__name__)
+
+DATA = "data"
+COMMIT = "commit"
+COMPRESSIONS = (None, "lz4", "zstd")
+
+
+def serialise(table: pa.Table, compression: str | None = None) -> pa.Buffer:
+    """The table as one Arrow IPC file with at most one record batch."""
+    table = table.combine_chunks()
+    options = pa.ipc.IpcWriteOptions(compression=compression)
+
+    def write(sink: pa.NativeFile) -> None:
+        with pa.ipc.new_file(sink, table.schema, options=options) as writer:
+            writer.write_table(table)
+
+    if compression is None:
+        # the size is known without writing; a buffer that need not grow is twice as fast
+        size = pa.MockOutputStream()
+        write(size)
+        buffer = pa.allocate_buffer(size.size())
+        write(pa.FixedSizeBufferWriter(buffer))
+        return buffer
+    sink = pa.BufferOutputStream()
+    write(sink)
+    return sink.getvalue()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    raise TypeError(f"a value of type {type(value).__name__}")
+
+
+def _json_meta(meta: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return json.loads(json.dumps(meta, default=_plain))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the meta of a batch must be JSON: it holds {error}") from error
+
+
+class ExperienceStore:
+    """Committed batches under one path or URL (``file``, ``memory`` or ``s3``).
+
+    ``compression`` (None, ``lz4``, ``zstd``) applies to new files; None keeps local
+    reads zero-copy. With ``skip_corrupt`` a damaged data file is logged, counted in
+    :attr:`skipped_files` / :attr:`skipped_rows` and left out of :meth:`read`; otherwise
+    it raises :class:`CorruptFileError`. Safe to use from several threads and processes.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        storage_options: dict[str, Any] | None = None,
+        compression: str | None = None,
+        skip_corrupt: bool = False,
+    ) -> None:
+        if compression not in COMPRESSIONS:
+            raise ValueError(f"compression is None, 'lz4' or 'zstd' (got {compression!r})")
+        self.url = url
+        self.compression = compression
+        self.skip_corrupt = skip_corrupt
+        self.skipped_files: set[str] = set()
+        self.skipped_rows = 0
+        self._files = open_files(url, storage_options)
+        self._known: dict[str, Manifest] = {}  # manifests never change, so each is read once
+        self._next_order = 0
+        self._lock = threading.Lock()
+
+    # -- commit ---------------------------------------------------------------------
+
+    def commit(self, batch_id: int | str, table: pa.Table, meta: dict[str, Any]) -> Manifest:
+        """Commit ``table`` as ``batch_id``; the first commit of a batch wins.
+
+        A later commit changes nothing and returns the first manifest. On a local disk
+        the data is fsynced before the manifest appears.
+
+        Raises:
+            StoreError: the file system failed (disk full, no permission, unreachable);
+                the batch is not visible.
+            ValueError: ``table`` has not the schema of experiences, or ``meta`` is no JSON.
+        """
+        check_schema(table)
+        existing = self.get_manifest(batch_id)
+        if existing is not None:
+            return existing
+        data = serialise(table.select(SCHEMA.names).cast(SCHEMA), self.compression)
+        meta, order = _json_meta(meta), self._take_order()
+        path = f"{DATA}/{batch_key(batch_id)}-{uuid.uuid4().hex}.arrow"
+        sha256 = self._stage(batch_id, path, data)
+        manifest = Manifest(
+            batch_id=batch_id,
+            path=path,
+            rows=table.num_rows,
+            n_bytes=data.size,
+            sha256=sha256,
+            meta=meta,
+            created=time.time(),
+            order=order,
+        )
+        return self._settle(manifest)
+
+    def _stage(self, batch_id: int | str, path: str, data: pa.Buffer) -> str:
+        """Write the data; returns its SHA-256, computed while the disk is busy."""
+        with ThreadPoolExecutor(1) as pool:
+            digest = pool.submit(lambda: hashlib.sha256(data).hexdigest())
+            try:
+                self._files.stage(path, data)
+            except Exception as error:
+                raise self._write_error(batch_id, path, error) from error
+            return digest.result()
+
+    def _take_order(self) -> int:
+        if self._next_order == 0:
+            self.manifests()  # continue the numbering of an earlier process
+        with self._lock:
+            self._next_order += 1
+            return self._next_order - 1
+
+    def _settle(self, mine: Manifest) -> Manifest:
+        """Publish the manifest; whatever happened on the way, what is on disk decides.
+
+        An answer can get lost after the file was made (a retried PUT then finds its own
+        file), so neither an error nor "exists already" proves that this commit lost.
+        """
+        failure: Exception | None = None
+        try:
+            self._files.create(self._manifest_path(mine.batch_id), mine.to_json())
+        except Exception as error:
+            failure = error
+        winner = self._winner(mine, failure)
+        if winner.path != mine.path:
+            self._files.discard(mine.path)
+        else:
+            self._files.reveal(mine.path)
+        return winner
+
+    def _winner(self, mine: Manifest, failure: Exception | None) -> Manifest:
+        winner = self.get_manifest(mine.batch_id)
+        if winner is not None:
+            return winner
+        self._files.discard(mine.path)
+        failure = failure or FileNotFoundError("the manifest vanished after it was written")
+        path = self._manifest_path(mine.batch_id)
+        raise self._write_error(mine.batch_id, path, failure) from failure
+
+    def _write_error(self, batch_id: int | str, path: str, error: Exception) -> StoreError:
+        return StoreError(
+            f"batch {batch_id!r} is not committed: writing {self._files.root}/{path} failed with "
+            f"{type(error).__name__}: {error}. Free space or repair the path, then resume."
+        )
+
+    # -- manifests ------------------------------------------------------------------
+
+    def _manifest_path(self, batch_id: int | str) -> str:
+        return f"{COMMIT}/{batch_key(batch_id)}{SUFFIX}"
+
+    def get_manifest(self, batch_id: int | str) -> Manifest | None:
+        """The manifest of a batch, or None when it is not committed."""
+        path = self._manifest_path(batch_id)
+        if path not in self._known:
+            try:
+                data = self._files.read(path)
+            except FileNotFoundError:
+                return None
+            except OSError as error:
+                raise self._read_error(path, error) from error
+            self._remember(path, self._parse(path, data))
+        return self._known[path]
+
+    def manifests(self) -> list[Manifest]:
+        """All committed batches: integer ids in numeric order, then names by commit order."""
+        try:
+            listed = [p for p in self._files.list(COMMIT) if p.endswith(SUFFIX)]
+            fresh = [p for p in listed if p not in self._known]
+            for path, data in zip(fresh, self._files.read_many(fresh), strict=True):
+                if isinstance(data, Exception):
+                    raise data
+                self._remember(path, self._parse(path, data))
+        except OSError as error:
+            raise self._read_error(COMMIT, error) from error
+        return sorted((self._known[path] for path in listed), key=lambda m: m.sort_key)
+
+    def _remember(self, path: str, manifest: Manifest) -> None:
+        with self._lock:
+            self._known[path] = manifest
+            self._next_order = max(self._next_order, manifest.order + 1)
+
+    def _parse(self, path: str, data: pa.Buffer) -> Manifest:
+        try:
+            return Manifest.from_json(data.to_pybytes())
+        except (ValueError, TypeError) as error:
+            raise CorruptFileError(
+                f"{self._files.root}/{path} is no manifest of this store ({error}); "
+                "restore it, or remove it to forget that batch"
+            ) from error
+
+    def _read_error(self, path: str, error: Exception) -> StoreError:
+        return StoreError(
+            f"reading {self._files.root}/{path} failed with {type(error).__name__}: {error}"
+        )
+
+    # -- rows -----------------------------------------------------------------------
+
+    def read(self, refs: Sequence[RowRef]) -> pa.Table:
+        """The referenced rows in order; memory-mapped, without a copy, on a local disk.
+
+        Raises:
+            CorruptFileError: a file is missing, cut short, foreign, or has too few rows,
+                and ``skip_corrupt`` is off.
+        """
+        paths = list(dict.fromkeys(ref.path for ref in refs))
+        opened = dict(zip(paths, self._files.read_many(paths), strict=True))
+        tables: list[pa.Table] = []
+        decoded: dict[str, pa.Table] = {}
+        for ref in refs:
+            try:
+                if ref.path not in decoded:
+                    decoded[ref.path] = self._decode(ref.path, opened[ref.path])
+                tables.append(self._rows(decoded[ref.path], ref))
+            except CorruptFileError as error:
+                self._skip_or_raise(ref, error)
+        return pa.concat_tables(tables) if tables else SCHEMA.empty_table()
+
+    def peek(self, manifest: Manifest) -> pa.Table:
+        """All rows of one batch; raises :class:`CorruptFileError` also with ``skip_corrupt``."""
+        opened = self._files.read_many([manifest.path])[0]
+        return self._rows(self._decode(manifest.path, opened), manifest.ref())
+
+    def _decode(self, path: str, data: pa.Buffer | Exception) -> pa.Table:
+        try:
+            if isinstance(data, Exception):
+                raise data
+            table = conform(pa.ipc.open_file(pa.BufferReader(data)).read_all())
+            table.validate()
+        except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
+            raise CorruptFileError(
+                f"{self._files.root}/{path} is missing, cut short or not a file of this store "
+                f"({type(error).__name__}: {error}). Restore it, or set skip_corrupt=true to "
+                "go on without its rows."
+            ) from error
+        return table
+
+    def _rows(self, table: pa.Table, ref: RowRef) -> pa.Table:
+        if not 0 <= ref.start <= ref.stop <= table.num_rows:
+            raise CorruptFileError(
+                f"{self._files.root}/{ref.path} has {table.num_rows} rows, but rows "
+                f"{ref.start}..{ref.stop} of batch {ref.batch_id!r} were committed; it was "
+                "replaced after its commit"
+            )
+        return table.slice(ref.start, ref.rows)
+
+    def _skip_or_raise(self, ref: RowRef, error: CorruptFileError) -> None:
+        if not self.skip_corrupt:
+            raise error
+        with self._lock:
+            self.skipped_files.add(ref.path)
+            self.skipped_rows += ref.rows
+        log.warning("skipped %d rows of batch %r: %s", ref.rows, ref.batch_id, error)
+
+    # -- upkeep ---------------------------------------------------------------------
+
+    def verify(self) -> list[str]:
+        """Read every data file in full; one line per batch whose file is not as committed."""
+        return [problem for m in self.manifests() for problem in self._problems(m)]
+
+    def _problems(self, manifest: Manifest) -> Iterable[str]:
+        name = f"batch {manifest.batch_id!r}: {manifest.path}"
+        try:
+            data = self._files.read(manifest.path)
+        except OSError as error:
+            yield f"{name} cannot be read ({type(error).__name__}: {error})"
+            return
+        if data.size != manifest.n_bytes:
+            yield f"{name} has {data.size} bytes instead of {manifest.n_bytes}"
+        elif hashlib.sha256(data).hexdigest() != manifest.sha256:
+            yield f"{name} differs from what was committed (sha256)"
+
+    def sweep(self, older_than_s: float) -> int:
+        """Remove files that no manifest names and that are older than ``older_than_s``.
+
+        Such files are left by writers that died between data and manifest. The age must
+        exceed the longest commit in progress, or a live writer loses its data.
+        Returns the number of removed files.
+        """
+        # data is listed before manifests: a batch committed in between is then not an orphan
+        candidates = {**self._files.list(DATA), **self._files.list(COMMIT)}
+        committed = {m.path for m in self.manifests()}
+        limit = time.time() - older_than_s
+        orphans = [
+            path
+            for path, info in candidates.items()
+            if path not in committed and not path.endswith(SUFFIX) and info.modified <= limit
+        ]
+        for path in orphans:
+            self._files.discard(path)
+        return len(orphans)
+
+    def finish_commits(self) -> None:
+        """Give every committed file its visible name (a writer may have died just before)."""
+        listed = self._files.list(DATA)
+        for manifest in self.manifests():
+            info = listed.get(manifest.path)
+            if info is not None and info.staged:
+                self._files.reveal(manifest.path)

@@ -1,0 +1,350 @@
+"""The engines of a stage: created on their slots, watched, re-created; they may join and leave.
+
+Invariant: an engine takes part in transfers and serves only after it was prepared *and* holds
+the weights that the others hold. One that is lost with its worker is left out at once and
+re-created at the same slot label, a bounded number of times; if its worker does not come
+back, the run goes on with the other engines, and ends with the slot's name if there is none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from trinity_dask.cluster.actors import (
+    ActorRef,
+    create_actor,
+    on_lost,
+    recreate_actor,
+    release_actor,
+)
+from trinity_dask.cluster.context import worker_client
+from trinity_dask.cluster.rpc import ActorHandle, ActorLost, rpc
+from trinity_dask.engines.arrivals import Arrivals
+from trinity_dask.engines.errors import EngineFailed, EngineGone, WeightMismatch
+from trinity_dask.models.actor.actor import EngineActor
+from trinity_dask.models.protocol import EngineSpec
+from trinity_dask.weights.membership import Member, engine_ranks
+
+log = logging.getLogger("trinity_dask.engines")
+
+CREATE_TIMEOUT_S = 120.0  # also how long a lost worker has to come back
+CLOSE_TIMEOUT_S = 20.0
+LOOK_TIMEOUT_S = 30.0
+
+
+@dataclass
+class _Engine:
+    spec: EngineSpec
+    ref: ActorRef
+    incarnation: int = 0
+    holds: bool = False  # the weights that the others hold, so it takes part in transfers
+    ready: bool = False
+    restarts: int = 0
+
+    @property
+    def slot(self) -> str:
+        return self.spec.slot
+
+
+class EnginePool:
+    """All engines of one stage; lives on the control worker's event loop.
+
+    ``on_reborn(slot)`` is awaited before an engine that was born again, or has joined, takes
+    part: it has to bring the current weights. ``spec_of(slot)`` says what an engine is on a
+    slot that was not there at the start (None: it is not for this run); without it nobody
+    joins. A lost worker has ``rejoin_timeout_s`` to come back.
+    """
+
+    def __init__(
+        self,
+        specs: list[EngineSpec],
+        run_id: str,
+        prepare_timeout_s: float,
+        max_restarts: int = 3,
+        spec_of: Callable[[str], EngineSpec | None] | None = None,
+        rejoin_timeout_s: float = CREATE_TIMEOUT_S,
+    ) -> None:
+        self.specs = specs
+        self.run_id = run_id
+        self.prepare_timeout_s = prepare_timeout_s
+        self.max_restarts = max_restarts
+        self.rejoin_timeout_s = rejoin_timeout_s
+        self.on_reborn: Callable[[str], Awaitable[None]] | None = None
+        self.facts: dict[str, dict[str, Any]] = {}
+        self.restarts = 0
+        self.losses = 0  # engines that took part and were lost
+        self._spec_of = spec_of
+        self._engines: dict[str, _Engine] = {}
+        self._arrivals: Arrivals | None = None
+        self._foreign: set[str] = set()  # slots that were there and were not asked for
+        self._joins = itertools.count(1)
+        self._refused: Counter[str] = Counter()  # slot -> joins in a row that failed
+        self._changed = asyncio.Condition()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._busy: set[str] = set()  # slots that are being rebuilt or are joining
+        self._failure: BaseException | None = None
+        self._closing = False
+
+    # start and stop -------------------------------------------------------------------
+    async def start(self) -> None:
+        """Create and prepare every engine, all at once. Raises what the first failure raised."""
+        await asyncio.gather(*(self._start_one(spec) for spec in self.specs))
+        if self._spec_of is not None:
+            self._arrivals = Arrivals(await worker_client(), self._present)
+            self._foreign = set(await self._arrivals.present()) - set(self._engines)
+            self._arrivals.start()
+
+    async def _start_one(self, spec: EngineSpec) -> None:
+        engine = await self._create(spec, f"{self.run_id}-{spec.slot}")
+        self._watch(engine)
+        await self._prepare(engine)
+        engine.holds = True  # the start model, like all others
+
+    async def _create(self, spec: EngineSpec, key: str) -> _Engine:
+        ref = await create_actor(
+            EngineActor, spec, slot=spec.slot, key=key, timeout=CREATE_TIMEOUT_S
+        )
+        engine = self._engines[spec.slot] = _Engine(spec, ref)
+        return engine
+
+    async def _prepare(self, engine: _Engine) -> None:
+        facts = await rpc(engine.ref.handle, "prepare", timeout=self.prepare_timeout_s)
+        self.facts[engine.slot] = facts
+        log.info("engine %s ready to load weights: %s", engine.slot, facts)
+
+    async def close(self) -> None:
+        """Close every engine (bounded) and release the actors."""
+        self._closing = True
+        if self._arrivals is not None:
+            await self._arrivals.stop()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*(self._close_one(e) for e in self._engines.values()))
+        self._engines.clear()
+
+    async def _close_one(self, engine: _Engine) -> None:
+        try:
+            await rpc(engine.ref.handle, "close", timeout=CLOSE_TIMEOUT_S)
+        except Exception as error:
+            log.warning("engine %s did not close cleanly: %s", engine.slot, error)
+        await release_actor(engine.ref)
+
+    # membership -----------------------------------------------------------------------
+    def handle(self, slot: str) -> ActorHandle:
+        return self._engines[slot].ref.handle
+
+    def slots(self) -> list[str]:
+        """The engines that take part in transfers."""
+        holding = [slot for slot, engine in self._engines.items() if engine.holds]
+        return sorted(holding, key=lambda slot: (len(slot), slot))
+
+    def members(self, slots: list[str] | None = None) -> tuple[Member, ...]:
+        """The group members of ``slots`` (default: every engine that takes part)."""
+        chosen = self.slots() if slots is None else slots
+        return tuple(self._member(self._engines[slot]) for slot in chosen)
+
+    @staticmethod
+    def _member(engine: _Engine) -> Member:
+        ranks = engine_ranks(engine.spec.config)
+        return Member(engine.slot, f"{engine.ref.handle.key}/{engine.incarnation}", ranks)
+
+    @property
+    def n_ready(self) -> int:
+        return sum(engine.ready for engine in self._engines.values())
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._failure
+
+    async def mark_ready(self, slots: list[str]) -> None:
+        """These engines hold the current weights; rollouts may use them."""
+        for slot in slots:
+            await rpc(self.handle(slot), "open", timeout=CLOSE_TIMEOUT_S)
+            self._engines[slot].ready = True
+        await self._notify()
+
+    async def wait_present(self, timeout_s: float) -> None:
+        """Until an engine is there to take weights. Nobody waits for one that is away: it gets
+        the weights of its moment when it is back.
+
+        Raises:
+            EngineFailed: there is none any more.
+            TimeoutError: not within ``timeout_s``.
+        """
+        async with self._changed:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._changed.wait_for(lambda: self._failure or self.slots())
+            except TimeoutError:
+                away = ", ".join(sorted(self._engines))
+                raise TimeoutError(
+                    f"no engine was back within {timeout_s:.0f} s ({away})"
+                ) from None
+        if self._failure is not None:
+            raise self._failure
+
+    async def wait_failed(self) -> None:
+        """Wait until an engine is beyond repair, then raise why. Never returns otherwise."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._failure is not None)
+        assert self._failure is not None
+        raise self._failure
+
+    # losses ---------------------------------------------------------------------------
+    async def look_for_lost(self) -> None:
+        """Ask every engine whether it is there, instead of waiting for the scheduler's word."""
+        await asyncio.gather(*(self._look(e) for e in self._engines.values() if e.holds))
+
+    async def _look(self, engine: _Engine) -> None:
+        if await self._is_gone(engine):
+            self._lost(engine)
+
+    async def is_gone(self, slot: str) -> bool:
+        """Whether the engine at ``slot`` is no more; asked of it, and at most LOOK_TIMEOUT_S."""
+        return await self._is_gone(self._engines[slot])
+
+    @staticmethod
+    async def _is_gone(engine: _Engine) -> bool:
+        try:
+            facts = await rpc(engine.ref.handle, "describe", timeout=LOOK_TIMEOUT_S)
+        except ActorLost:
+            return True
+        except TimeoutError as error:
+            log.warning("%s; it is taken to be busy", error)
+            return False
+        # closed: its worker is about to leave
+        return facts.get("model_version", 0) is None
+
+    def _watch(self, engine: _Engine) -> None:
+        on_lost(engine.ref, lambda *_: self._lost(engine))
+
+    def _lost(self, engine: _Engine) -> None:
+        if self._closing or engine.slot in self._busy:
+            return
+        engine.holds = engine.ready = False
+        self.losses += 1
+        log.warning("engine %s was lost with its worker; re-creating it", engine.slot)
+        self._work_on(engine.slot, self._rebuild(engine))
+
+    def _work_on(self, slot: str, work: Coroutine[Any, Any, None]) -> None:
+        """One thing at a time happens to a slot."""
+        self._busy.add(slot)
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+
+        task.add_done_callback(lambda task: self._worked_on(slot, task))
+
+    def _worked_on(self, slot: str, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._busy.discard(slot)
+        if self._closing:
+            return
+        engine = self._engines.get(slot)
+        if engine is not None and engine.holds:
+            self._watch(engine)  # only now: a loss is nobody's business while it is busy
+        elif self._arrivals is not None:
+            self._arrivals.look()  # its worker may have come in the meantime
+
+    async def _rebuild(self, engine: _Engine) -> None:
+        try:
+            while not await self._rebuilt(engine):
+                pass  # one that dies while it starts counts as the next loss
+        except WeightMismatch as error:
+            self._fail(engine.slot, error)
+        except Exception as error:  # whatever keeps it from coming back
+            await self._leaves(engine, error)
+        await self._notify()
+
+    async def _rebuilt(self, engine: _Engine) -> bool:
+        if engine.restarts >= self.max_restarts:
+            raise EngineGone(f"it was re-created {engine.restarts} times already")
+        engine.holds = engine.ready = False
+        engine.restarts += 1
+        self.restarts += 1
+        try:
+            engine.ref = await recreate_actor(engine.ref, timeout=self.rejoin_timeout_s)
+        except TimeoutError as error:
+            raise EngineGone(str(error)) from error
+        engine.incarnation += 1
+        try:
+            await self._prepare(engine)
+            await self._take_in(engine)
+        except WeightMismatch:
+            raise
+        except Exception as error:
+            # whoever of a group sees the loss first reports it in its own words
+            if not isinstance(error, ActorLost) and not await self._is_gone(engine):
+                raise
+            log.warning("engine %s was lost while it started: %s", engine.slot, error)
+            return False
+        log.info("engine %s serves again", engine.slot)
+        return True
+
+    async def _take_in(self, engine: _Engine) -> None:
+        """Bring the current weights, then let it serve."""
+        if self.on_reborn is not None:
+            await self.on_reborn(engine.slot)
+        engine.holds = True  # nothing is awaited between the weights and this
+        await self.mark_ready([engine.slot])
+
+    async def _leaves(self, engine: _Engine, reason: Exception) -> None:
+        """Go on without it, if anyone is left."""
+        if len(self._engines) == 1:
+            self._fail(engine.slot, reason)
+            return
+        if engine.restarts >= self.max_restarts:
+            self._foreign.add(engine.slot)  # or it would join at once, and die again
+        await self._forget(engine)
+        others = ", ".join(sorted(self._engines))
+        log.warning("engine %s has left (%s); going on with %s", engine.slot, reason, others)
+
+    async def _forget(self, engine: _Engine) -> None:
+        self._engines.pop(engine.slot, None)
+        await release_actor(engine.ref)
+
+    def _fail(self, slot: str, error: Exception) -> None:
+        self._failure = EngineFailed(f"engine {slot} is lost: {error}")
+        self._failure.__cause__ = error
+
+    # arrivals -------------------------------------------------------------------------
+    def _present(self, slot: str) -> None:
+        """A worker with ``slot`` is there; if that is news, its engine joins."""
+        known = slot in self._engines or slot in self._busy or slot in self._foreign
+        if self._closing or known or self._refused[slot] > self.max_restarts:
+            return
+        spec = self._spec_of(slot) if self._spec_of is not None else None
+        if spec is None:
+            self._foreign.add(slot)
+            return
+        # unique: a key that was released a moment ago may still be on its way out
+        self._work_on(slot, self._join(spec, f"{self.run_id}-{slot}-{next(self._joins)}"))
+
+    async def _join(self, spec: EngineSpec, key: str) -> None:
+        """Start an engine and take it in. One that cannot join is no harm to the others."""
+        log.info("engine %s joins", spec.slot)
+        engine = None
+        try:
+            engine = await self._create(spec, key)
+            await self._prepare(engine)
+            await self._take_in(engine)
+        except WeightMismatch as error:
+            self._fail(spec.slot, error)
+        except Exception as error:
+            self._refused[spec.slot] += 1
+            log.warning("engine %s could not join: %s", spec.slot, error)
+            if engine is not None:
+                await self._forget(engine)
+        else:
+            del self._refused[spec.slot]
+            log.info("engine %s has joined and serves", spec.slot)
+        await self._notify()
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()

@@ -1,0 +1,175 @@
+"""Which workers can take sub-tasks now: told by the Dask scheduler, never asked in a loop.
+
+Invariant: a place is reported up only when its worker runs and its engine takes requests,
+and it is reported lost before it is reported up again. A worker's death is known a few
+milliseconds after the scheduler knows it.
+
+What tells that a worker is (again) there is a tiny task with its slot label: Dask itself
+keeps it until a worker with that label joins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Optional
+
+from distributed import Client, Future
+
+from trinity_dask.cluster.announcements import listen
+from trinity_dask.cluster.context import current_worker
+from trinity_dask.cluster.placement import scheduler_of
+from trinity_dask.cluster.slots import PREFIX, ROLLOUT, RUNNER, slot_resource
+from trinity_dask.explorer.rollout.subtask import RunnerSettings, warm_up
+from trinity_dask.models.actor.actor import ready_engine
+
+log = logging.getLogger("trinity_dask.scheduler")
+
+SLOTS_OF = {ROLLOUT: "engine-", RUNNER: "runner-"}
+CLAIM_DELAY_S = 1.0  # a worker of a cluster that was there before gets its slot after it joined
+
+
+async def report_ready(
+    group: str, timeout_s: float, settings: Optional[RunnerSettings] = None
+) -> tuple[str, int]:
+    """Runs on the worker: once it can take sub-tasks, its address and how many at a time.
+
+    Plugins and tokenizer are loaded first: an attempt's time is for its workflow alone.
+    """
+    if group == ROLLOUT:
+        await ready_engine(timeout_s)
+    if settings is not None:
+        await warm_up(settings)
+    worker = current_worker()
+    if worker is None:
+        raise RuntimeError("report_ready runs on a Dask worker only")
+    return worker.address, int(worker.state.total_resources.get(group, 0))
+
+
+class Membership:
+    """Watches the slots of the groups ``rollout`` and ``runner``.
+
+    ``on_up(slot, capacity, group)`` and ``on_lost(slot)`` are called on the event loop.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        ready_timeout_s: float,
+        on_up: Callable[[str, int, str], None],
+        on_lost: Callable[[str], None],
+        settings: Optional[RunnerSettings] = None,
+    ) -> None:
+        self._client = client
+        self._settings = settings
+        self._ready_timeout_s = ready_timeout_s
+        self._on_up = on_up
+        self._on_lost = on_lost
+        self._addresses: dict[str, str] = {}  # of the slots that are up
+        self._probes: dict[str, asyncio.Task[None]] = {}
+        self._looks: set[asyncio.Task[None]] = set()
+        self._unlisten: Optional[Callable[[], None]] = None
+
+    async def start(self) -> None:
+        self._unlisten = listen(self._client, self._heard)
+        await self._look()
+
+    async def stop(self) -> None:
+        if self._unlisten is not None:
+            self._unlisten()
+        tasks = [*self._probes.values(), *self._looks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._probes.clear()
+        self._addresses.clear()
+
+    def address(self, slot: str) -> Optional[str]:
+        return self._addresses.get(slot)
+
+    def _heard(self, message: dict[str, Any]) -> None:
+        action = message.get("action")
+        if action == "remove-worker":
+            for slot, address in list(self._addresses.items()):
+                if address == message.get("worker"):
+                    self._lose(slot)
+        elif action == "add-worker":
+            for delay_s in (0.0, CLAIM_DELAY_S):
+                self._later(self._look(delay_s))
+
+    def _later(self, look: Any) -> None:
+        task = asyncio.ensure_future(look)
+        self._looks.add(task)
+        task.add_done_callback(self._looks.discard)
+
+    def _lose(self, slot: str) -> None:
+        del self._addresses[slot]
+        self._on_lost(slot)
+        self._probe(slot)
+
+    async def _look(self, delay_s: float = 0.0) -> None:
+        """Compare what is known with the workers that the Dask scheduler has."""
+        await asyncio.sleep(delay_s)
+        with suppress(OSError):  # without a scheduler every future fails, and says so
+            identity = await scheduler_of(self._client).identity(n_workers=-1)
+            present = self._own(_slots(identity["workers"]))
+            for slot, address in present.items():
+                if slot in self._addresses and self._addresses[slot] != address:
+                    self._lose(slot)
+                elif slot not in self._addresses:
+                    self._probe(slot)
+
+    def _own(self, present: dict[str, str]) -> dict[str, str]:
+        """Without the engines of other explorers of a shared cluster."""
+        own = self._settings.engine_slots if self._settings is not None else None
+        prefix = SLOTS_OF[ROLLOUT]
+        return {s: a for s, a in present.items() if own is None or s in own or prefix not in s}
+
+    def _probe(self, slot: str) -> None:
+        if slot not in self._probes:
+            task = self._probes[slot] = asyncio.ensure_future(self._wait_ready(slot))
+            task.add_done_callback(lambda _: self._probes.pop(slot, None))
+
+    async def _wait_ready(self, slot: str) -> None:
+        group = next(g for g, prefix in SLOTS_OF.items() if slot.startswith(prefix))
+        while True:
+            future = self._submit(slot, group)
+            try:
+                address, capacity = await future
+            except Exception as error:  # whatever keeps an engine from serving
+                log.warning("%s does not serve yet: %s; asking again", slot, error)
+                await asyncio.sleep(CLAIM_DELAY_S)
+                continue
+            finally:
+                future.release()
+            if capacity < 1:
+                log.error("%s has no resource %r and gets no sub-task", slot, group)
+                return
+            self._addresses[slot] = address
+            self._on_up(slot, capacity, group)
+            return
+
+    def _submit(self, slot: str, group: str) -> Future:
+        return self._client.submit(
+            report_ready,
+            group,
+            self._ready_timeout_s,
+            self._settings,
+            key=f"ready-{slot}-{uuid.uuid4().hex}",
+            resources={slot_resource(slot): 1},
+            pure=False,
+        )
+
+
+def _slots(workers: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Slot -> address of the workers that may take sub-tasks."""
+    prefixes = tuple(PREFIX + prefix for prefix in SLOTS_OF.values())
+    return {
+        name.removeprefix(PREFIX): address
+        for address, worker in workers.items()
+        for name, amount in worker["resources"].items()
+        if name.startswith(prefixes) and amount > 0
+    }

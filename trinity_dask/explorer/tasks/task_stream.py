@@ -1,0 +1,113 @@
+"""The explorer's tasks, step by step, and the state from which a resumed run reads the same.
+
+Invariant: the state stored with the commit of step *s* makes a resumed run read, for the steps
+after *s*, the tasks that this run read for them. A refill takes further tasks while later
+batches are in flight; those are then read again from the state they were read from, and
+everything else continues from one position. What a selector learns from a step takes effect a
+fixed number of steps later, so it is stored with the step and told again. While a thread reads,
+nothing else looks at the reader's state or changes it: a commit stores the position from before
+the read, and what a selector is told waits for its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Optional
+
+from trinity_dask.explorer.tasks.taskset_reader import TasksetReader
+from trinity_dask.workflows import Task
+
+State = dict[str, Any]
+
+
+class TaskStream:
+    """Reads train batches of ``reader``. Used on one event loop; files are read in threads."""
+
+    def __init__(self, reader: TasksetReader) -> None:
+        self._reader = reader
+        self._before: dict[int, State] = {}  # of each step that is not committed
+        self._pinned_to = 0  # steps up to this one were read before the order was disturbed
+        self._replay: deque[State] = deque()
+        self._observed: dict[int, Mapping[str, Any]] = {}
+        self._reading = asyncio.Lock()
+        self._position: Optional[State] = None  # where it goes on; set while a thread reads
+        self._untold: list[tuple[int, Mapping[str, Any]]] = []  # feedback that came meanwhile
+
+    async def read(self, step: int) -> Optional[list[Task]]:
+        """The tasks of ``step``, or None at the end."""
+        async with self._reading:
+            if self._replay:
+                return await self._read_again(step)
+            with self._position_kept() as before:
+                tasks = await asyncio.to_thread(self._reader.read)
+            if tasks is not None:
+                self._before[step] = before
+            return tasks
+
+    async def _read_again(self, step: int) -> Optional[list[Task]]:
+        self._before[step] = self._replay.popleft()
+        self._pinned_to = step
+        with self._position_kept() as now:
+            self._reader.train.load_state_dict(self._before[step])
+            try:
+                return await asyncio.to_thread(self._reader.read)
+            finally:
+                self._reader.train.load_state_dict(now)
+
+    async def read_more(self) -> list[Task]:
+        """Further tasks, for a refill."""
+        async with self._reading:
+            with self._position_kept():
+                tasks = await asyncio.to_thread(self._reader.read_more)
+            self._pinned_to = max(self._before, default=self._pinned_to)
+            return tasks
+
+    @contextmanager
+    def _position_kept(self) -> Iterator[State]:
+        """Around a read in a thread; gives the position before it."""
+        self._position = self._reader.train.state_dict()
+        try:
+            yield self._position
+        finally:
+            self._position = None
+            untold, self._untold = self._untold, []
+            for step, metric in untold:
+                self._reader.feedback(metric, step)
+
+    def feedback(self, step: int, metric: Mapping[str, Any]) -> None:
+        """What the batch of ``step`` says about its tasks, for selectors that learn."""
+        self._observed[step] = metric
+        if self._position is None:
+            self._reader.feedback(metric, step)
+        else:
+            self._untold.append((step, metric))
+
+    # state ----------------------------------------------------------------------------
+    def state_at(self, step: int) -> State:
+        """``taskset_state`` (``replay``, ``selector_metric``) to store with the commit of
+        ``step``."""
+        self._before.pop(step, None)
+        later = sorted(s for s in self._before if s > step)
+        replay = [self._before[s] for s in later if s <= self._pinned_to]
+        free = [self._before[s] for s in later if s > self._pinned_to]
+        replay += list(self._replay)
+        here = self._position or self._reader.train.state_dict()
+        state = {"taskset_state": free[0] if free else here}
+        if step in self._observed:
+            state["selector_metric"] = dict(self._observed.pop(step))
+        return state | ({"replay": replay} if replay else {})
+
+    def load(
+        self, saved: Mapping[str, Any], recent: Iterable[tuple[int, Mapping[str, Any]]] = ()
+    ) -> None:
+        """Continue after the commit that stored ``saved``; ``recent`` are the last steps with
+        what was stored with them, ``saved`` included."""
+        self._before.clear()
+        self._replay = deque(saved.get("replay", []))
+        self._reader.train.load_state_dict(saved["taskset_state"])
+        for step, stored in recent:
+            if "selector_metric" in stored:
+                self._reader.feedback(stored["selector_metric"], step)

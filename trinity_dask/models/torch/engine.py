@@ -1,0 +1,241 @@
+"""An engine that samples with the Hugging Face model itself: for CPUs and for reference.
+
+Invariant: the model belongs to one thread. That thread takes all requests that wait when
+it becomes free as one batch, and does everything else (weight updates, log-probs) between
+two batches. An update cuts the running batch short: what it has sampled stays, and the
+rest of each answer is sampled with the new weights, from its prompt and its tokens so far,
+so no cached key or value of the old weights is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from trinity_dask.models.lora import add_adapter
+from trinity_dask.models.lora_config import wants_adapter
+from trinity_dask.models.protocol import (
+    FINISH_STOP,
+    Completion,
+    EngineSpec,
+    SamplingParams,
+    WeightGroupSpec,
+    WeightReceipt,
+    WeightUpdate,
+)
+from trinity_dask.models.requests import check_token_ids, checked
+from trinity_dask.models.torch.sampler import BatchSampler, SampleRequest
+from trinity_dask.models.torch.weights import load_update
+from trinity_dask.models.torch.work_thread import WorkThread
+from trinity_dask.weights.buckets import WeightGroup, make_group, torch_dtype
+
+LOGPROB_POSITIONS = 1024  # positions per slice of the softmax; bounds its memory
+
+
+class TorchEngine:
+    """Implements :class:`~trinity_dask.models.protocol.InferenceEngine`."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+        self.model_version = 0
+        deterministic = bool(spec.config.get("deterministic", False))
+        self._thread: WorkThread[SampleRequest, list[Completion]] = WorkThread(
+            f"torch-{spec.slot}",
+            self._sample,
+            # the numbers of a row depend on its batch by rounding, so on who else was waiting
+            max_weight=1 if deterministic else int(spec.config.get("max_num_seqs", 256)),
+            weight=lambda request: request.sampling.n,
+        )
+        self._group: WeightGroup | None = None
+        self._model: Any = None
+        self._sampler: BatchSampler | None = None
+        self._max_model_len = 0
+        self._vocab_size = 0
+        self._n_requests = 0
+        self._asked: dict[int, SampleRequest] = {}  # by id; waiting or being sampled
+
+    async def prepare(self) -> dict[str, Any]:
+        start = time.perf_counter()
+        self._thread.start()
+        await self._thread.call(self._load)
+        return {
+            "dtype": str(self._model.dtype).removeprefix("torch."),
+            "parameters": sum(p.numel() for p in self._model.parameters()),
+            "max_model_len": self._max_model_len,
+            "torch_threads": torch.get_num_threads(),
+            "load_s": time.perf_counter() - start,
+        }
+
+    def _load(self) -> None:
+        model_cfg, engine_cfg = self.spec.model, self.spec.config
+        dtype = engine_cfg.get("dtype") or model_cfg.get("dtype") or "float32"
+        self._model = load_model(
+            self.spec.model_path,
+            dtype,
+            self.spec.device,
+            bool(model_cfg.get("trust_remote_code", False)),
+        )
+        if wants_adapter(model_cfg):
+            add_adapter(self._model, model_cfg["lora"], self.spec.model_path)
+            self._model.to(self._model.device).requires_grad_(False)
+        config = self._model.config
+        self._vocab_size = config.vocab_size
+        self._max_model_len = model_cfg.get("max_model_len") or config.max_position_embeddings
+        seed = int(engine_cfg.get("seed", 0))
+        self._sampler = BatchSampler(self._model, eos_token_ids(self._model), seed)
+
+    async def generate(
+        self, prompt_token_ids: list[int], sampling: SamplingParams, request_id: str
+    ) -> list[Completion]:
+        sampling = checked(prompt_token_ids, sampling, self._vocab_size, self._max_model_len)
+        self._n_requests += 1
+        return await self._answers(prompt_token_ids, sampling)
+
+    async def _answers(self, prompt: list[int], sampling: SamplingParams) -> list[Completion]:
+        request = SampleRequest(prompt, sampling)
+        self._asked[id(request)] = request
+        try:
+            answers = await self._thread.submit(request)
+        except asyncio.CancelledError:
+            request.cancelled = True
+            raise
+        finally:
+            del self._asked[id(request)]
+        if not request.cancelled:
+            return answers
+        if not answers:  # an update came before its batch began
+            return await self._answers(prompt, sampling)
+        rest = (self._continued(prompt, sampling, row, cut) for row, cut in enumerate(answers))
+        return list(await asyncio.gather(*rest))
+
+    async def _continued(
+        self, prompt: list[int], sampling: SamplingParams, row: int, cut: Completion
+    ) -> Completion:
+        """An answer that an update may have cut, whole."""
+        length = len(cut.token_ids)
+        if cut.finish_reason == FINISH_STOP or length >= sampling.max_tokens:
+            return cut
+        # of one seed every row would go on with the same numbers, from their beginning
+        seed = None if sampling.seed is None else sampling.seed + (row + 1) * 1_000_003 + length
+        left = replace(
+            sampling,
+            n=1,
+            max_tokens=sampling.max_tokens - length,
+            min_tokens=max(sampling.min_tokens - length, 0),
+            seed=seed,
+        )
+        (end,) = await self._answers([*prompt, *cut.token_ids.tolist()], left)
+        return Completion(
+            np.concatenate([cut.token_ids, end.token_ids]),
+            np.concatenate([cut.logprobs, end.logprobs]),
+            np.concatenate([cut.versions, end.versions]),
+            end.finish_reason,
+        )
+
+    def _sample(self, requests: list[SampleRequest]) -> list[list[Completion]]:
+        assert self._sampler is not None
+        live = [request for request in requests if not request.cancelled]
+        sampled = self._sampler.sample(live, self.model_version) if live else []
+        answers = {id(request): answer for request, answer in zip(live, sampled, strict=True)}
+        return [answers.get(id(request), []) for request in requests]
+
+    async def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> np.ndarray:
+        check_token_ids(token_ids, self._vocab_size)
+        return await self._thread.call(
+            lambda: sequence_logprobs(self._model, token_ids, temperature)
+        )
+
+    async def init_weight_group(self, spec: WeightGroupSpec) -> None:
+        await self.teardown_weight_group()
+        device = self.spec.device
+        self._group = await asyncio.to_thread(make_group, spec, spec.rank_offset, False, device)
+
+    async def teardown_weight_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            await asyncio.to_thread(group.close)
+
+    async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
+        for request in self._asked.values():
+            request.cancelled = True  # its batch ends with its next token
+        return await self._thread.call(lambda: self._update(update))
+
+    def _update(self, update: WeightUpdate) -> WeightReceipt:
+        receipt = load_update(self._model, update, self._group)
+        self.model_version = update.version
+        return receipt
+
+    async def label_weights(self, version: int) -> None:
+        self.model_version = version
+
+    async def stats(self) -> dict[str, float]:
+        return {
+            "requests": float(self._n_requests),
+            "generated_tokens": float(self._sampler.generated_tokens if self._sampler else 0),
+            "running": float(self._thread.running),
+            "waiting": float(self._thread.waiting),
+        }
+
+    async def close(self) -> None:
+        await self.teardown_weight_group()
+        await self._thread.close()
+        self._model = self._sampler = None
+
+
+def load_model(path: str, dtype: str, device: str, trust_remote_code: bool = False) -> Any:
+    """The causal language model at ``path`` in evaluation mode.
+
+    Raises:
+        ValueError: the directory lacks something, or the model has sliding-window layers,
+            which the sampler's cache does not keep apart.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from trinity_dask.models.actor.quiet import quiet_loading
+    from trinity_dask.models.checks import FULL_ATTENTION, attention_kinds, check_model_dir
+
+    check_model_dir(path)
+    with quiet_loading():
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch_dtype(dtype), trust_remote_code=trust_remote_code
+        )
+    layer_types = attention_kinds(model.config)
+    if layer_types != {FULL_ATTENTION}:
+        raise ValueError(
+            f"the torch engine handles full attention only; {path!r} has layers of type "
+            f"{sorted(layer_types)}; use explorer.rollout_model.engine_type=vllm"
+        )
+    model.to(torch.device(device))  # type: ignore[arg-type]
+    return model.eval().requires_grad_(False)
+
+
+def eos_token_ids(model: Any) -> tuple[int, ...]:
+    """Every id that ends an answer, from the generation config and the model config."""
+    found: set[int] = set()
+    for config in (model.generation_config, model.config):
+        value = getattr(config, "eos_token_id", None)
+        if value is not None:
+            found.update([value] if isinstance(value, int) else value)
+    return tuple(sorted(found))
+
+
+@torch.inference_mode()
+def sequence_logprobs(model: Any, token_ids: list[int], temperature: float) -> np.ndarray:
+    """Log-prob of each token after the first, float32 ``[len(token_ids) - 1]``."""
+    if len(token_ids) == 1:
+        return np.empty(0, dtype=np.float32)
+    heat = temperature or 1.0
+    ids = torch.tensor(token_ids, device=model.device)
+    logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0]
+    pieces = [torch.empty(0, device=model.device)]
+    for part, targets in zip(
+        logits.split(LOGPROB_POSITIONS), ids[1:, None].split(LOGPROB_POSITIONS), strict=True
+    ):
+        scaled = part.float() / heat
+        pieces.append(scaled.gather(1, targets)[:, 0] - scaled.logsumexp(dim=-1))
+    return torch.cat(pieces).cpu().numpy()

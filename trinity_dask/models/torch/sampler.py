@@ -1,0 +1,323 @@
+"""Sampling many answers to many prompts in one batch of a Hugging Face model.
+
+Invariant: a request's answers follow the processed distribution (temperature, then top-k,
+then top-p, renormalised), and each log-prob is that of the distribution the token was drawn
+from; at temperature 0 the most likely token is taken and its log-prob is that at
+temperature 1. Rows of the batch do not influence each other beyond float rounding.
+
+Method: prompts are padded on the left and prefilled once each, then every prompt's cache
+rows are repeated for its ``n`` answers; a token is drawn by inverting the cumulative
+distribution at one uniform number per row (the Gumbel-max trick needs one per vocabulary
+entry, which costs more than the model at small sizes); finished rows are dropped from the
+batch once they are a quarter of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from trinity_dask.models.protocol import (
+    FINISH_LENGTH,
+    FINISH_STOP,
+    Completion,
+    SamplingParams,
+)
+from trinity_dask.models.torch.cache import ReservedCache
+
+LIVE_SHARE_TO_COMPACT = 0.75
+NEG_INF = float("-inf")
+
+
+@dataclass
+class SampleRequest:
+    """One prompt and how to answer it; another thread may set ``cancelled`` meanwhile."""
+
+    prompt: Sequence[int]
+    sampling: SamplingParams
+    cancelled: bool = False
+
+
+class BatchSampler:
+    """Samples from ``model``; ``eos_ids`` end every answer. Not thread-safe."""
+
+    def __init__(self, model: torch.nn.Module, eos_ids: Sequence[int], seed: int) -> None:
+        self.model = model
+        self.config: Any = model.config
+        self.device = next(model.parameters()).device
+        self.eos_ids = tuple(eos_ids)
+        self.generator = torch.Generator(self.device).manual_seed(seed)
+        self.generated_tokens = 0
+
+    @torch.inference_mode()
+    def sample(self, requests: Sequence[SampleRequest], version: int) -> list[list[Completion]]:
+        """Answer all ``requests`` together; ``version`` is stamped on every token.
+
+        The answers of a request that was cancelled meanwhile are cut short.
+        """
+        batch = _Batch(requests, self.eos_ids, self.config.vocab_size, self.device)
+        cache = ReservedCache(self.config.num_hidden_layers, batch.prompt_width + batch.max_tokens)
+        logits = self._forward(batch.prompt_ids, batch.prompt_positions, batch.prompt_mask, cache)
+        rows = batch.prompt_of_row
+        cache.select(rows)
+        logits = logits.index_select(0, rows)
+        for step in range(batch.max_tokens):
+            tokens = self._draw(batch, logits, step)
+            n_before = batch.n_rows
+            keep = batch.advance(tokens, step)
+            if batch.n_rows == 0:
+                break
+            if keep is not None and batch.n_rows < n_before:
+                cache.select(keep)
+                tokens = tokens.index_select(0, keep)
+            logits = self._forward(
+                tokens[:, None], batch.positions(step), batch.decode_mask(step), cache
+            )
+        self.generated_tokens += batch.n_generated()
+        return batch.completions(version)
+
+    def _forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        mask: torch.Tensor | None,
+        cache: ReservedCache,
+    ) -> torch.Tensor:
+        """Logits after the last column, float32 ``[rows, vocab]``."""
+        output = self.model(
+            input_ids=input_ids,
+            attention_mask=mask,
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1].float()
+
+    def _draw(self, batch: _Batch, logits: torch.Tensor, step: int) -> torch.Tensor:
+        """Next token of every row, int64 ``[rows]``; its log-prob goes to the batch."""
+        scaled = batch.processed(logits, step)
+        top = scaled.amax(dim=-1, keepdim=True)
+        cumulative = (scaled - top).exp_().cumsum(dim=-1)
+        total = cumulative[:, -1:]
+        if batch.all_greedy:
+            tokens = scaled.argmax(dim=-1)
+        else:
+            # below 1, so that rounding the product cannot reach the total
+            point = batch.uniform(self.generator).clamp_(max=1 - 2**-23)[:, None] * total
+            tokens = torch.searchsorted(cumulative, point, right=True)[:, 0]
+            if batch.any_greedy:
+                tokens = torch.where(batch.greedy, scaled.argmax(dim=-1), tokens)
+        chosen = scaled.gather(1, tokens[:, None]) - top - total.log()
+        batch.record(tokens, chosen[:, 0], step)
+        return tokens
+
+
+class _Batch:
+    """The rows being sampled; row tensors shrink when finished rows are dropped."""
+
+    def __init__(
+        self,
+        requests: Sequence[SampleRequest],
+        eos_ids: Sequence[int],
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        self.requests = requests
+        self.device = device
+        self._pad_prompts()
+        counts = torch.tensor([r.sampling.n for r in requests], device=device)
+        self.prompt_of_row = torch.arange(len(requests), device=device).repeat_interleave(counts)
+        n_rows = len(self.prompt_of_row)
+        self.max_tokens = max(r.sampling.max_tokens for r in requests)
+        self.tokens = torch.zeros(self.max_tokens, n_rows, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(self.max_tokens, n_rows, device=device)
+        self.lengths = torch.zeros(n_rows, dtype=torch.int64, device=device)
+        self.stopped = torch.zeros(n_rows, dtype=torch.bool, device=device)
+        self.row = torch.arange(n_rows, device=device)  # output column of each live row
+        self.alive = torch.ones(n_rows, dtype=torch.bool, device=device)
+        self._stop_tables(eos_ids, vocab_size)
+        self._generators = self._make_generators()
+        self._load_row_parameters()
+
+    # layout -----------------------------------------------------------------------------
+    def _pad_prompts(self) -> None:
+        lengths = [len(r.prompt) for r in self.requests]
+        width = self.prompt_width = max(lengths)
+        ids = np.zeros((len(lengths), width), dtype=np.int64)
+        for i, request in enumerate(self.requests):
+            ids[i, width - lengths[i] :] = request.prompt
+        self.prompt_ids = torch.from_numpy(ids).to(self.device)
+        self.prompt_lengths = torch.tensor(lengths, device=self.device)
+        columns = torch.arange(width, device=self.device)
+        padding = (width - self.prompt_lengths)[:, None]
+        self.prompt_positions = (columns - padding).clamp(min=0)
+        self.real = columns >= padding  # [prompts, width]
+        self.prompt_mask: torch.Tensor | None = None
+        if min(lengths) < width:
+            causal = columns[None, :] <= columns[:, None]
+            mask = causal[None] & self.real[:, None, :]
+            # a padding query attends to itself, so that its softmax is defined
+            mask |= torch.eye(width, dtype=torch.bool, device=self.device)
+            self.prompt_mask = mask[:, None]
+
+    def positions(self, step: int) -> torch.Tensor:
+        return (self.prompt_lengths.index_select(0, self.prompt_of_row) + step)[:, None]
+
+    def decode_mask(self, step: int) -> torch.Tensor | None:
+        """Which cached columns a new token sees, or None for all of them."""
+        if self.prompt_mask is None:
+            return None
+        real = self.real.index_select(0, self.prompt_of_row)
+        answer = torch.ones(len(real), step + 1, dtype=torch.bool, device=self.device)
+        return torch.cat([real, answer], dim=1)[:, None, None]
+
+    # per-request parameters -------------------------------------------------------------
+    def _stop_tables(self, eos_ids: Sequence[int], vocab_size: int) -> None:
+        """``is_stop[kind, token]`` for each distinct set of extra stop ids."""
+        kinds = {r.sampling.stop_token_ids: 0 for r in self.requests}
+        self.is_stop = torch.zeros(len(kinds), vocab_size, dtype=torch.bool, device=self.device)
+        for k, extra in enumerate(kinds):
+            kinds[extra] = k
+            self.is_stop[k, [*eos_ids, *(t for t in extra if t < vocab_size)]] = True
+        self._kinds = torch.tensor(
+            [kinds[r.sampling.stop_token_ids] for r in self.requests], device=self.device
+        )
+
+    def _make_generators(self) -> dict[int, torch.Generator]:
+        return {
+            i: torch.Generator(self.device).manual_seed(r.sampling.seed)
+            for i, r in enumerate(self.requests)
+            if r.sampling.seed is not None
+        }
+
+    def _column(self, values: list[float], dtype: torch.dtype) -> torch.Tensor:
+        by_prompt = torch.tensor(values, dtype=dtype, device=self.device)
+        return by_prompt.index_select(0, self.prompt_of_row)
+
+    def _load_row_parameters(self) -> None:
+        """Row tensors of the sampling parameters, for the rows that are left."""
+        params = [r.sampling for r in self.requests]
+        self.kind = self._kinds.index_select(0, self.prompt_of_row)
+        self.budget = self._column([p.max_tokens for p in params], torch.int64)
+        self.min_tokens = self._column([p.min_tokens for p in params], torch.int64)
+        self.greedy = self._column([p.temperature == 0 for p in params], torch.bool)
+        heat = [p.temperature or 1.0 for p in params]
+        self.heat = self._column(heat, torch.float32)[:, None]
+        self.top_p = self._column([p.top_p for p in params], torch.float32)[:, None]
+        self.top_k = self._column([max(p.top_k, 0) for p in params], torch.int64)[:, None]
+        self._plain = all(h == 1.0 for h in heat)
+        self._filtered = any(p.top_p < 1.0 or p.top_k > 0 for p in params)
+        self._max_min_tokens = max(p.min_tokens for p in params)
+        self.any_greedy = any(p.temperature == 0 for p in params)
+        self.all_greedy = all(p.temperature == 0 for p in params)
+
+    # one step ---------------------------------------------------------------------------
+    @property
+    def n_rows(self) -> int:
+        return len(self.row)
+
+    def processed(self, logits: torch.Tensor, step: int) -> torch.Tensor:
+        """Logits of the distribution that is sampled, ``[rows, vocab]``."""
+        if step < self._max_min_tokens:
+            early = (step < self.min_tokens)[:, None] & self.is_stop[self.kind]
+            logits = logits.masked_fill(early, NEG_INF)
+        if not self._plain:
+            logits = logits / self.heat
+        if self._filtered:
+            logits = filter_top(logits, self.top_k, self.top_p)
+        return logits
+
+    def uniform(self, generator: torch.Generator) -> torch.Tensor:
+        """One number in [0, 1) per row, float32; a seeded request draws its own."""
+        draws = torch.rand(self.n_rows, generator=generator, device=self.device)
+        for i, own in self._generators.items():
+            # all n are drawn, so that a row's numbers do not depend on the other rows
+            numbers = torch.rand(self.requests[i].sampling.n, generator=own, device=self.device)
+            mine = (self.prompt_of_row == i).nonzero()[:, 0]
+            draws[mine] = numbers[self.row[mine] - self._first_row(i)]
+        return draws
+
+    def _first_row(self, i: int) -> int:
+        return sum(r.sampling.n for r in self.requests[:i])
+
+    def record(self, tokens: torch.Tensor, logprobs: torch.Tensor, step: int) -> None:
+        self.tokens[step, self.row] = tokens
+        self.logprobs[step, self.row] = logprobs
+
+    def advance(self, tokens: torch.Tensor, step: int) -> torch.Tensor | None:
+        """Note which rows ended with ``tokens``.
+
+        Returns the index of the rows that stay when finished ones are dropped, else None.
+        """
+        stop = self.is_stop[self.kind, tokens] & self.alive
+        ended = (stop | (step + 1 >= self.budget)) & self.alive
+        if self._any_cancelled():
+            ended |= self._cancelled_rows() & self.alive
+        if not ended.any():
+            return None
+        finished = self.row[ended]
+        self.lengths[finished] = step + 1
+        self.stopped[finished] = stop[ended]
+        self.alive &= ~ended
+        return self._compact()
+
+    def _compact(self) -> torch.Tensor | None:
+        n_alive = int(self.alive.sum())
+        if n_alive > LIVE_SHARE_TO_COMPACT * self.n_rows:
+            return None
+        keep = self.alive.nonzero()[:, 0]
+        self.row = self.row[keep]
+        self.prompt_of_row = self.prompt_of_row[keep]
+        self.alive = self.alive[keep]
+        if n_alive:
+            self._load_row_parameters()
+        return keep
+
+    def _any_cancelled(self) -> bool:
+        return any(r.cancelled for r in self.requests)
+
+    def _cancelled_rows(self) -> torch.Tensor:
+        return self._column([r.cancelled for r in self.requests], torch.bool)
+
+    # results ----------------------------------------------------------------------------
+    def n_generated(self) -> int:
+        return int(self.lengths.sum())
+
+    def completions(self, version: int) -> list[list[Completion]]:
+        tokens = self.tokens.T.to("cpu", torch.int32).contiguous().numpy()
+        logprobs = self.logprobs.T.cpu().contiguous().numpy()
+        versions = np.full(self.max_tokens, version, dtype=np.int32)
+        lengths, stopped = self.lengths.tolist(), self.stopped.tolist()
+        answers: list[list[Completion]] = []
+        row = 0
+        for request in self.requests:
+            group = []
+            for r in range(row, row + request.sampling.n):
+                n = lengths[r]
+                reason = FINISH_STOP if stopped[r] else FINISH_LENGTH
+                group.append(Completion(tokens[r, :n], logprobs[r, :n], versions[:n], reason))
+            row += request.sampling.n
+            answers.append(group)
+        return answers
+
+
+def filter_top(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Set to -inf what top-k and then top-p exclude.
+
+    ``top_k`` int64 ``[rows, 1]`` (0: off) keeps the k largest logits; ``top_p`` float32
+    ``[rows, 1]`` (1: off) keeps the smallest set of the most likely tokens, renormalised
+    after top-k, whose probability reaches p. The most likely token always stays.
+    """
+    ordered, order = logits.sort(dim=-1, descending=True)
+    rank = torch.arange(logits.shape[-1], device=logits.device)[None]
+    k = torch.where(top_k > 0, top_k, logits.shape[-1])
+    ordered = ordered.masked_fill(rank >= k, NEG_INF)
+    probabilities = ordered.softmax(dim=-1)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    ordered = ordered.masked_fill((before >= top_p) & (rank > 0) & (top_p < 1.0), NEG_INF)
+    return torch.empty_like(logits).scatter_(1, order, ordered)

@@ -1,0 +1,261 @@
+"""The part of the engine that runs inside vLLM's worker processes.
+
+Invariant: the model holds one whole version, with no packed copy of an older weight, or it
+says that it is ``half_loaded`` and the engine does not sample. The latter can happen only
+where weights are loaded while they arrive (accelerators, which have no room for a second
+copy, and models that the loader for CPUs does not know) and the transfer breaks off. The
+receipt is computed here, over the bytes that this process received.
+
+vLLM loads this module in its workers because the engine names :class:`WeightWorker` as
+``worker_extension_cls``; importing it registers the weight-transfer backend ``trinity``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from trinity_dask.models.protocol import TensorMeta, WeightGroupSpec, WeightUpdate
+from trinity_dask.models.torch.malloc import keep_freed_memory
+from trinity_dask.models.torch.weights import check_update, incoming
+from trinity_dask.models.vllm.adapter import AdapterHolder
+from trinity_dask.models.vllm.cpu_loader import CpuLoader, NoPlan, plan_cpu_loader
+from trinity_dask.models.vllm.plugin import register
+from trinity_dask.models.vllm.prompt_logprobs import heat_prompt_logprobs
+from trinity_dask.weights.buckets import memory_bytes
+from trinity_dask.weights.checksum import Digest
+from trinity_dask.weights.files import file_meta
+from trinity_dask.weights.group import WeightGroup, make_group, rank_of_worker
+from trinity_dask.weights.shared_memory import Look, SharedFiles
+from trinity_dask.weights.urls import fetched
+
+log = logging.getLogger("trinity_dask.engines")
+
+BACKEND = "trinity"
+
+# the package may be used from a checkout, where no entry point announces the plugin
+register()
+
+
+@dataclass
+class GroupInfo(WeightTransferInitInfo):
+    """Fields of :class:`WeightGroupSpec`; vLLM carries them as a dict."""
+
+    host: str
+    port: int
+    world_size: int
+    rank_offset: int
+    generation: int
+    backend: str
+    timeout_s: float
+    floor_bytes: int = 0
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """Fields of :class:`WeightUpdate`; vLLM carries them as a dict."""
+
+    version: int
+    method: str
+    meta: list[Any] = field(default_factory=list)  # (name, dtype, shape)
+    generation: int = 0
+    path: Optional[str] = None
+    bucket_bytes: int = 64 << 20
+    storage_options: dict[str, Any] = field(default_factory=dict)
+
+    def update(self) -> WeightUpdate:
+        meta = tuple(TensorMeta(name, dtype, tuple(shape)) for name, dtype, shape in self.meta)
+        return WeightUpdate(**{**vars(self), "meta": meta})
+
+
+class TrinityTransfer(WeightTransferEngine[GroupInfo, UpdateInfo]):
+    """Receives a version by group or by file and loads it into the vLLM model."""
+
+    init_info_cls = GroupInfo
+    update_info_cls = UpdateInfo
+    group: Optional[WeightGroup] = None
+    receipt: Optional[dict[str, Any]] = None
+    half_loaded = False
+    adapter: Optional[AdapterHolder] = None  # then an update is one of the adapter alone
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._planned: dict[tuple[TensorMeta, ...], Optional[CpuLoader]] = {}
+        self._shared = SharedFiles()
+        self._look: Optional[Look] = None  # at the version in use, if it lies in shared memory
+
+    def init_transfer_engine(self, init_info: GroupInfo) -> None:
+        self.shutdown()
+        spec = WeightGroupSpec(**vars(init_info))
+        rank = rank_of_worker(spec, self.parallel_config)
+        self.group = make_group(spec, rank, False, str(self.device))
+
+    def start_weight_update(self) -> None:
+        self.receipt = None
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        start = time.perf_counter()
+        with fetched(update_info.update()) as update:
+            digest = self._load(update)
+        self.receipt = {
+            "checksum": digest.value,
+            "n_bytes": digest.n_bytes,
+            "seconds": time.perf_counter() - start,
+        }
+
+    def _load(self, update: WeightUpdate) -> Digest:
+        digest = Digest()
+        look: Optional[Look] = None
+        check_update(update, self.group)
+        loader = None if self.adapter else self._cpu_loader(update)
+        if self.adapter is not None:
+            self.adapter.stage(dict(incoming(update, self.group, digest)))
+        elif loader is not None and _is_shared(update):
+            look, digest = self._load_shared(loader, str(update.path))
+        elif loader is not None and update.method == "nccl":
+            lease = loader.lease(memory_bytes(update.meta, update.bucket_bytes))
+            own = loader.own_memory(update.meta)
+            loader.load(incoming(update, self.group, digest, lease.memory, own), lease)
+        elif loader is not None:
+            # copies: what is packed later must not wait on a disk, nor on a file that is gone
+            arriving = incoming(update, self.group, digest)
+            loader.load(((name, tensor.clone()) for name, tensor in arriving), None)
+        else:
+            self.half_loaded = True
+            load_weights(self.model, self.model_config, incoming(update, self.group, digest))
+        self.half_loaded = self.adapter is not None  # until the staged adapter is taken
+        self._look, before = look, self._look
+        if before is not None:  # nothing of the version before is in use any more
+            before.end()
+        return digest
+
+    def _load_shared(self, loader: CpuLoader, path: str) -> tuple[Look, Digest]:
+        """What is to be packed is read from the file when it is; so long it is looked at."""
+        look = self._shared.look(path)
+        try:
+            return look, loader.load_views(look.tensors())
+        except BaseException:
+            look.end()
+            raise
+
+    def _cpu_loader(self, update: WeightUpdate) -> Optional[CpuLoader]:
+        """The fast loader for these tensors, if there is one; planned once per list."""
+        if self.device.type != "cpu" or self.parallel_config.world_size > 1:
+            return None
+        meta = update.meta or self._meta_of_file(update)
+        if meta not in self._planned:
+            self._planned[meta] = self._plan(meta)
+        return self._planned[meta]
+
+    def _meta_of_file(self, update: WeightUpdate) -> tuple[TensorMeta, ...]:
+        if not _is_shared(update):
+            return file_meta(str(update.path))
+        look = self._shared.look(str(update.path))
+        try:
+            return look.meta()
+        finally:
+            look.end()
+
+    def _plan(self, meta: tuple[TensorMeta, ...]) -> Optional[CpuLoader]:
+        dtype: Any = self.model_config.dtype
+        try:
+            return plan_cpu_loader(self.model, meta, dtype, tied_packed_layers(self.model))
+        except NoPlan as reason:
+            log.warning("weights take vLLM's layer-wise reload, which is slower: %s", reason)
+            return None
+
+    def finish_weight_update(self) -> None:
+        """Nothing is left to do: the weights are in use when they are loaded."""
+
+    def shutdown(self) -> None:
+        group, self.group = self.group, None
+        if group is not None:
+            group.close()
+
+
+def _is_shared(update: WeightUpdate) -> bool:
+    """Whether it lies in one file in shared memory."""
+    return update.method == "memory" and os.path.isfile(str(update.path))
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, TrinityTransfer)
+
+
+class WeightWorker:
+    """Methods that vLLM mixes into its worker class; called by ``collective_rpc``."""
+
+    device: torch.device
+    weight_transfer_engine: Any
+    model_runner: Any
+
+    def trinity_setup(self, lora: Optional[dict[str, Any]] = None) -> bool:
+        """Whether prompt log-probs can be asked for at temperatures other than 1.
+
+        ``lora``: the section ``model.lora`` when updates are those of an adapter.
+        """
+        if self.device.type == "cpu":
+            keep_freed_memory()
+        if lora is not None:
+            manager = self.model_runner.lora_manager
+            self.weight_transfer_engine.adapter = AdapterHolder(manager, lora)
+        return heat_prompt_logprobs(self.model_runner)
+
+    def trinity_half_loaded(self) -> bool:
+        """Whether an update broke off after it had changed weights."""
+        return self.weight_transfer_engine.half_loaded
+
+    def trinity_take_adapter(self) -> None:
+        """Serve the adapter that has arrived; after vLLM's own end of an update, which would
+        drop every adapter."""
+        transfer = self.weight_transfer_engine
+        transfer.adapter.take()
+        transfer.half_loaded = False
+
+    def trinity_receipt(self) -> Optional[dict[str, Any]]:
+        """Checksum, bytes and seconds of the last update, or None if it failed."""
+        return self.weight_transfer_engine.receipt
+
+
+@torch.no_grad()
+def load_weights(model: Any, model_config: Any, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Load Hugging Face names into a vLLM model; fused modules are fused by the model."""
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
+
+    initialize_layerwise_reload(model)
+    try:
+        model.load_weights(named)
+    finally:
+        finalize_layerwise_reload(model, model_config)
+    for module in tied_packed_layers(model):
+        module.quant_method.process_weights_after_loading(module)
+
+
+def tied_packed_layers(model: Any) -> list[Any]:
+    """Modules that own a weight and compute with a packed copy of it.
+
+    That is a ``lm_head`` on a CPU. If it is tied to the embedding, its copy is one of the
+    embedding's weight, and no weight of its own name is ever loaded: nothing else would
+    make that copy again.
+    """
+
+    def owns_weight(module: Any) -> bool:
+        weight = getattr(module, "weight", None)
+        return weight is not None and weight.numel() > 0
+
+    return [m for m in model.modules() if hasattr(m, "cpu_linear") and owns_weight(m)]

@@ -1,0 +1,173 @@
+"""The versions that lie in files: written once, leased by readers, then removed.
+
+Invariant: a file on the shelf is whole (it was renamed into place, or its marker was written
+after it, and its checksum is known), and it is removed only when it is neither the newest nor
+wanted by anyone who said so. What others publish is held by links of the shelf's own, so that
+their removing it takes it from no reader.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+import numpy as np
+
+from trinity_dask.models.protocol import WeightReceipt
+from trinity_dask.weights.shared_memory import remove_free, set_free
+from trinity_dask.weights.urls import is_url, local_path, remove_weights
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Log-probs of fixed sequences under the trainer's weights: float32, in nats."""
+
+    sequences: list[list[int]]
+    logprobs: list[np.ndarray]
+
+
+@dataclass(frozen=True)
+class Published:
+    """One version in a file, with what proves that a reader got it."""
+
+    version: int
+    path: str
+    receipt: WeightReceipt
+    probe: Optional[Probe] = None
+
+
+class WeightShelf:
+    """The published versions of one trainer, in ``base``: a directory, or a URL with fsspec's
+    ``storage_options``."""
+
+    def __init__(
+        self,
+        base: str | Path,
+        storage_options: Optional[Mapping[str, Any]] = None,
+        in_memory: bool = False,
+    ) -> None:
+        base = local_path(str(base)).rstrip("/")
+        # other processes that read here may work in another directory
+        self.base = base if is_url(base) else os.path.abspath(base)
+        self.storage_options = dict(storage_options or {})
+        self.in_memory = in_memory  # its files are written again, see :mod:`shared_weights`
+        self.users: set[str] = set()
+        self._held: dict[int, Published] = {}
+
+    @classmethod
+    def for_run(
+        cls,
+        method: str,
+        job_dir: str,
+        run_id: str,
+        path: Optional[str] = None,
+        storage_options: Optional[Mapping[str, Any]] = None,
+    ) -> WeightShelf:
+        """In shared memory for method ``memory``; else below ``path``, or in the job directory."""
+        if method == "memory":
+            return cls(Path("/dev/shm") / f"trinity-dask-{os.getuid()}-{run_id}", in_memory=True)
+        if method == "checkpoint" and path:
+            return cls(f"{path.rstrip('/')}/{run_id}", storage_options)
+        return cls(Path(job_dir) / "weights")
+
+    @property
+    def is_local(self) -> bool:
+        return not is_url(self.base)
+
+    def path(self, version: int) -> str:
+        """Where ``version`` is to be written; a local directory exists afterwards."""
+        if self.is_local:
+            os.makedirs(self.base, exist_ok=True)
+        return f"{self.base}/weights-{version}.safetensors"
+
+    def hold(self, version: int, source: str) -> str:
+        """A path at which the file or directory ``source`` stays until it is swept, whatever
+        becomes of ``source``.
+
+        Raises:
+            FileNotFoundError: there is nothing at ``source``.
+        """
+        if is_url(source) or not self.is_local:
+            return source  # its own name is all that there is
+        is_dir = os.path.isdir(source)
+        target = f"{self.base}/weights-{version}" if is_dir else self.path(version)
+        self._discard(target)
+        os.makedirs(self.base, exist_ok=True)
+        if is_dir:
+            shutil.copytree(source, target, copy_function=_link)
+        else:
+            _link(source, target)
+        return target
+
+    def round_trip(self, content: bytes) -> None:
+        """Write ``content`` beside the versions, read it, and remove it."""
+        import fsspec
+
+        if self.is_local:
+            os.makedirs(self.base, exist_ok=True)
+        fs, root = fsspec.url_to_fs(f"{self.base}/.speed", **self.storage_options)
+        try:
+            fs.pipe_file(root, content)
+            fs.cat_file(root)
+        finally:
+            with suppress(FileNotFoundError):
+                fs.rm_file(root)
+
+    def put(self, published: Published) -> None:
+        self._held[published.version] = published
+
+    def get(self, version: int) -> Optional[Published]:
+        return self._held.get(version)
+
+    @property
+    def versions(self) -> list[int]:
+        return sorted(self._held)
+
+    def sweep(self, wanted: Collection[int]) -> None:
+        """Remove what is older than the newest and not in ``wanted``."""
+        for version in self.versions[:-1]:
+            if version not in wanted:
+                self._remove(version)
+
+    def leave(self, user: str) -> None:
+        """``user`` reads and writes here no more; the last one's leaving empties the shelf."""
+        self.users.discard(user)
+        if not self.users:
+            self.remove_all()
+
+    def remove_all(self) -> None:
+        """Remove every file, and the directory if nothing else is in it. Idempotent."""
+        for version in self.versions:
+            self._remove(version)
+        if self.in_memory:
+            remove_free(self.base)
+        if self.is_local:
+            with suppress(OSError):  # there is something else in it, or it is gone
+                os.rmdir(self.base)
+
+    def _remove(self, version: int) -> None:
+        path = self._held.pop(version).path
+        if path.rpartition("/")[0] == self.base:  # a URL that somebody else published is not ours
+            self._discard(path)
+
+    def _discard(self, path: str) -> None:
+        if self.is_local and os.path.isdir(path):
+            shutil.rmtree(path)
+        elif self.in_memory:
+            set_free(path)
+        else:
+            remove_weights(path, self.storage_options)
+
+
+def _link(source: str, target: str) -> str:
+    """A second name of the file, or a copy where there is no such thing."""
+    try:
+        os.link(os.path.realpath(source), target)
+    except OSError:
+        shutil.copyfile(source, target)
+    return target

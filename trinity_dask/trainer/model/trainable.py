@@ -1,0 +1,197 @@
+"""A model that is trained: module, optimizer, schedule and the sums over its ranks.
+
+Invariant: weights change only in :meth:`TrainableModel.finish_update`, by the sum of all
+ranks' gradients, and only if that sum is finite; afterwards every rank holds the same
+weights (or its shard of them).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from trinity_dask.config.schema import OptimizerConfig
+from trinity_dask.models.lora import adapter_parameters, has_adapter
+from trinity_dask.models.protocol import TensorMeta
+from trinity_dask.trainer.model.logprobs import LOGITS_BYTES, Scorer
+from trinity_dask.trainer.model.optimizer import build_optimizer, build_schedule, set_learning_rate
+from trinity_dask.trainer.ranks.gradients import GradientGroup
+from trinity_dask.trainer.ranks.offload import optimizer_to_device, to_device
+from trinity_dask.trainer.ranks.parallel import is_sharded, like, whole
+from trinity_dask.weights.buckets import lay_out
+
+
+class TrainableModel:
+    """One model of one rank, the policy or the critic.
+
+    Args:
+        module: float32, on its device; it may hold an adapter (then only that is trained)
+            and may be sharded.
+        optimizer_cfg: optimizer, learning rate and schedule.
+        total_steps: train steps of the run, for a schedule that decays.
+        group: the ranks that share gradients (None: just this one).
+        grad_clip: largest global gradient norm; 0 does not clip.
+        autocast: dtype of forward passes, None for float32.
+        offload: keep weights and optimizer state on the CPU outside :meth:`on_device`.
+        logits_bytes: see :class:`Scorer`.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        optimizer_cfg: OptimizerConfig,
+        total_steps: Optional[int] = None,
+        group: Optional[GradientGroup] = None,
+        grad_clip: float = 1.0,
+        autocast: Optional[torch.dtype] = None,
+        offload: bool = False,
+        logits_bytes: int = LOGITS_BYTES,
+    ) -> None:
+        self.module = module
+        self.group = group or GradientGroup()
+        self.grad_clip = grad_clip
+        self.autocast = autocast
+        self.logits_bytes = logits_bytes
+        self.sharded = is_sharded(module)
+        self._named: dict[str, Any] = (
+            adapter_parameters(module) if has_adapter(module) else dict(module.named_parameters())
+        )
+        self.base_lr = optimizer_cfg.lr
+        self.schedule = build_schedule(optimizer_cfg, total_steps)
+        self.optimizer = build_optimizer(optimizer_cfg, module.parameters())
+        self.device = next(module.parameters()).device
+        self._laid_out: Optional[tuple[Sequence[TensorMeta], int]] = None
+        self._offload = offload
+        self._resident = 1  # depth of on_device
+        if offload:
+            self._leave()
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether every forward pass needs all ranks: their weights are shards.
+
+        Ranks must then run the same number of passes, with blank ones where rows are few.
+        """
+        return self.sharded
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Within it the model can score and be trained; it may be nested."""
+        if self._offload and self._resident == 0:
+            to_device(self.module, self.device)
+            optimizer_to_device(self.optimizer, self.device)
+        self._resident += 1
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        self._resident -= 1
+        if self._offload and self._resident == 0:
+            to_device(self.module, torch.device("cpu"))
+            optimizer_to_device(self.optimizer, torch.device("cpu"))
+
+    def scorer(self, temperature: float = 1.0) -> Scorer:
+        """Log-probs of responses under the current weights, at the sampler's temperature."""
+        return Scorer(self.module, temperature, self.autocast, logits_bytes=self.logits_bytes)
+
+    # one update -------------------------------------------------------------------------
+    def set_step(self, step: int) -> float:
+        """Take the learning rate of train step ``step`` (1 is the first), and return it."""
+        lr = self.base_lr * self.schedule.factor(step)
+        set_learning_rate(self.optimizer, lr)
+        return lr
+
+    def begin_update(self) -> None:
+        """Forget the gradient; any number of ``backward`` calls may follow."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def finish_update(self, step: int) -> float:
+        """Sum the gradients over the ranks, clip, and step; every rank must call it.
+
+        Returns:
+            The global gradient norm before clipping.
+
+        Raises:
+            FloatingPointError: it is not finite; no weight was changed.
+        """
+        if not self.sharded:  # shards are summed in the backward pass
+            self.group.sum_gradients(self._named.values())
+        norm = self._clip(step)
+        self.optimizer.step()
+        return norm
+
+    def _clip(self, step: int) -> float:
+        parameters = [p for p in self._named.values() if p.grad is not None]
+        total = torch.nn.utils.clip_grad_norm_(parameters, self.grad_clip or math.inf)
+        norm = float(whole(total))
+        if not math.isfinite(norm):
+            raise FloatingPointError(
+                f"the gradient norm of train step {step} is {norm}; the weights are still those "
+                "before this update. Lower algorithm.optimizer.lr, or look for broken rewards "
+                "and log-probs in the batch"
+            )
+        return norm
+
+    # state ------------------------------------------------------------------------------
+    def weight_tensors(self) -> dict[str, Tensor]:
+        """What is trained, by name, as this rank has it: perhaps a shard of each tensor.
+
+        Names are those of a saved model; with an adapter, those of peft's file.
+        """
+        return {name: parameter.detach() for name, parameter in self._named.items()}
+
+    def lay_out(self, meta: Sequence[TensorMeta], bucket_bytes: int) -> None:
+        """Have the weights lie in memory as they are sent (see
+        :func:`~trinity_dask.weights.buckets.lay_out`). A second call does nothing."""
+        if self._laid_out != (meta, bucket_bytes):
+            lay_out(self._named, meta, bucket_bytes)
+            self._laid_out = (meta, bucket_bytes)
+
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every trained weight by name, whole, each stored tensor once.
+
+        With shards every rank must iterate to the end: each tensor is gathered when it is due.
+        """
+        for name, tensor in self.weight_tensors().items():
+            yield name, whole(tensor)
+
+    def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Optimizer state by name, whole, to be saved with the weights; as full_weights."""
+        for name, parameter in self._named.items():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    yield f"{key}|{name}", whole(value)
+                elif isinstance(value, int):
+                    yield f"{key}|{name}|int", torch.tensor(value)
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Take over :meth:`state_tensors` of an equal model, of any number of ranks."""
+        self.optimizer.state.clear()
+        for label, value in tensors.items():
+            key, name, *kind = label.split("|")
+            parameter = self._named[name]
+            state = self.optimizer.state[parameter]
+            state[key] = int(value) if kind else like(value, parameter).clone()
+
+    @torch.no_grad()
+    def load_weights(self, tensors: dict[str, Tensor]) -> None:
+        """Copy whole weights by name into the module.
+
+        Raises:
+            ValueError: names or shapes are not the module's.
+        """
+        if self._named.keys() != tensors.keys():
+            raise ValueError(
+                f"the checkpoint's {len(tensors)} tensors are not the model's "
+                f"{len(self._named)}; first difference: "
+                f"{sorted(self._named.keys() ^ tensors.keys())[0]!r}"
+            )
+        for name, parameter in self._named.items():
+            parameter.copy_(like(tensors[name], parameter))

@@ -1,0 +1,393 @@
+"""One trainer rank: a Dask actor on a trainer worker that owns a model replica.
+
+Invariant: everything that touches the model runs in the rank's single thread, in the order
+of the calls, so a save or a send sees the weights between two steps and the worker's event
+loop always answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Optional, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from trinity_dask.algorithm.table import AlgorithmSpec, resolve_algorithm
+from trinity_dask.buffer.store.row_index import group_codes
+from trinity_dask.cluster.rpc import ActorHandle
+from trinity_dask.cluster.settled import settle
+from trinity_dask.config.schema import Config
+from trinity_dask.experience.collate import collate
+from trinity_dask.models.protocol import (
+    TensorMeta,
+    WeightGroupSpec,
+    WeightReceipt,
+    WeightUpdate,
+)
+from trinity_dask.trainer.checkpoints.checkpoint import read_state, write_checkpoint
+from trinity_dask.trainer.checkpoints.export import read_engine, write_engine
+from trinity_dask.trainer.checkpoints.hf_export import export_policy
+from trinity_dask.trainer.model.policy_model import autocast_dtype, load_policy, torch_dtype
+from trinity_dask.trainer.model.roles import load_critic, load_reference, load_teacher
+from trinity_dask.trainer.ranks.ensemble import Ensemble
+from trinity_dask.trainer.ranks.gradients import GradientGroup
+from trinity_dask.trainer.ranks.layout import CRITIC, FROZEN, POLICY, any_sharded, shard_all
+from trinity_dask.trainer.ranks.parallel import close_mesh, open_mesh, shard
+from trinity_dask.trainer.step.engine import TrainEngine
+from trinity_dask.trainer.step.row_metrics import describe_rows, max_memory_gb
+from trinity_dask.trainer.step.rows import (
+    RowSource,
+    TrainInput,
+    available_fields,
+    row_lengths,
+    stale_metrics,
+)
+from trinity_dask.trainer.step.settings import EngineSettings
+from trinity_dask.trainer.step.utilisation import Meter, model_flops, peak_tflops
+from trinity_dask.weights.buckets import (
+    Digest,
+    WeightGroup,
+    make_group,
+    send,
+    tensor_meta,
+)
+from trinity_dask.weights.shared_memory import SharedFiles
+from trinity_dask.weights.urls import write_weights
+from trinity_dask.workflows.loading import load_plugins
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass
+class _Loaded:
+    """What exists between ``prepare`` and ``close``."""
+
+    engine: TrainEngine
+    model_path: str
+    pad_token_id: int
+    meter: Meter
+    group: Optional[WeightGroup] = None  # gradients
+    weights: Optional[WeightGroup] = None  # to the engines
+    generation: int = 0  # of weights, or that is being joined
+    step: int = 0  # the train step whose weights these are
+
+
+class TrainerRank:
+    """Rank ``rank`` of ``world_size``; ``cfg`` is the stage's validated config."""
+
+    def __init__(self, cfg: Config, rank: int, world_size: int) -> None:
+        self.cfg = cfg
+        self.rank = rank
+        self.world_size = world_size
+        self.device = "cuda" if cfg.cluster.trainer.gpus_per_worker else "cpu"
+        self._source = RowSource()
+        self._loaded: Optional[_Loaded] = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"trainer-{rank}")
+        self._together = Ensemble(rank, self._run_method, cfg.trainer.step_timeout_s)
+        self._shared = SharedFiles()  # what it has written for method memory
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the ranks hold shards, so that all of them take part in everything."""
+        return any_sharded(self.cfg) and self.world_size > 1
+
+    async def _run_method(self, name: str, *args: Any) -> Any:
+        return await self._run(getattr(self, name), *args)
+
+    async def follow(self, name: str, *args: Any) -> None:
+        """Rank 0 runs ``name`` and needs this rank's shards."""
+        await self._together.follow(name, *args)
+
+    async def _run(self, work: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
+
+    @property
+    def _now(self) -> _Loaded:
+        if self._loaded is None:
+            raise RuntimeError(f"trainer rank {self.rank}: prepare() was not called")
+        return self._loaded
+
+    # life -------------------------------------------------------------------------------
+    async def free_port(self) -> int:
+        """A TCP port that is free on this machine at the moment."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return probe.getsockname()[1]
+
+    async def prepare(
+        self,
+        master: str,
+        generation: int,
+        model_path: str,
+        checkpoint: Optional[str],
+        peers: Sequence[ActorHandle] = (),
+    ) -> dict[str, Any]:
+        """Load the model (from ``checkpoint`` if given) and join the other ranks.
+
+        Args:
+            master: ``host:port`` at which rank 0 serves the ranks' store.
+            generation: grows with every rebuild, so old and new groups never meet.
+            peers: the other ranks, which rank 0 leads when they hold shards.
+
+        Returns:
+            Facts for the log: parameters, device, seconds.
+        """
+        self._together.begin(self.sharded, peers)
+        return await self._run(self._prepare, master, generation, model_path, checkpoint)
+
+    def _prepare(
+        self, master: str, generation: int, model_path: str, checkpoint: Optional[str]
+    ) -> dict[str, Any]:
+        start = time.perf_counter()
+        self._loaded = None  # a rebuild must not hold two models, nor the old group
+        torch.set_num_threads(self.cfg.cluster.trainer.omp_threads)
+        torch.manual_seed(self.cfg.seed)
+        load_plugins(self.cfg.plugin_dirs)  # they may register a function of the algorithm
+        spec = resolve_algorithm(asdict(self.cfg.algorithm))
+        group = self._join(master, generation)
+        mesh = None if group is None else self._mesh(group, master)
+        engine = self._build(spec, model_path, group, mesh)
+        model = engine.model
+        if checkpoint is not None:
+            read_engine(engine.trainables, checkpoint)
+            engine.load_state_dict(read_state(checkpoint).get("algorithm", {}))
+        # padding is masked everywhere, so any valid id serves
+        pad = getattr(model.config, "pad_token_id", None)
+        peak = peak_tflops(self.cfg.trainer.peak_tflops, self.device, engine.policy.autocast)
+        meter = Meter(model_flops(model), peak, whole=self.cfg.model.lora.rank == 0)
+        settle()
+        self._loaded = _Loaded(engine, model_path, 0 if pad is None else int(pad), meter, group)
+        return {
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "trained": sum(t.numel() for t in engine.policy.weight_tensors().values()),
+            "device": str(engine.device),
+            "algorithm": spec.resolved,
+            "seconds": time.perf_counter() - start,
+        }
+
+    def _build(
+        self, spec: AlgorithmSpec, model_path: str, group: Optional[WeightGroup], mesh: Any
+    ) -> TrainEngine:
+        cfg, autocast = self.cfg, autocast_dtype(self.cfg.model.dtype)
+        model = load_policy(
+            model_path,
+            device=self.device,
+            trust_remote_code=cfg.model.trust_remote_code,
+            gradient_checkpointing=cfg.trainer.gradient_checkpointing,
+            lora=cfg.model.lora,
+            fused_kernels=cfg.trainer.fused_kernels != "off",
+        )
+        teacher = load_teacher(cfg, spec, model, self.device)
+        reference = load_reference(cfg, spec, model_path, self.device, model)
+        critic = load_critic(cfg, spec, model_path, self.device)
+        if mesh is not None:
+            frozen = [m.module for m in (teacher, reference) if m is not None]
+            reshard = cfg.trainer.parallel.reshard_after_forward
+            models = {POLICY: [model], CRITIC: [critic], FROZEN: frozen}
+            shard_all(cfg, models, lambda module: shard(module, mesh, autocast, reshard))
+        sums = GradientGroup(group and group.backend, self.device, cfg.trainer.step_timeout_s)
+        settings = EngineSettings.from_config(cfg, autocast)
+        return TrainEngine(model, spec, settings, sums, reference, teacher, critic)
+
+    def _mesh(self, group: WeightGroup, master: str) -> Any:
+        if not self.sharded:
+            return None
+        host = master.rpartition(":")[0]
+        timeout_s = self.cfg.trainer.step_timeout_s
+        return open_mesh(group, self.rank, self.world_size, self.device, host, timeout_s)
+
+    def _join(self, master: str, generation: int) -> Optional[WeightGroup]:
+        if self.world_size == 1:
+            return None
+        host, _, port = master.rpartition(":")
+        spec = WeightGroupSpec(
+            host=host,
+            port=int(port),
+            world_size=self.world_size,
+            rank_offset=self.rank,
+            generation=generation,
+            backend="nccl" if self.device == "cuda" else "gloo",
+            timeout_s=self.cfg.cluster.start_timeout_s,
+        )
+        return make_group(spec, self.rank, is_master=self.rank == 0, device=self.device)
+
+    async def close(self) -> None:
+        """Drop model and groups. What still runs in the thread is not waited for."""
+        self._loaded = None
+        if self.sharded:
+            close_mesh()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    # training ---------------------------------------------------------------------------
+    async def train_step(self, train_input: TrainInput, step: int) -> dict[str, float]:
+        """Train on this rank's share of the rows; metrics as in :class:`TrainEngine`.
+
+        Rank 0 adds ``sample/*`` of all rows. ``time/*`` in seconds, ``tokens`` of this rank.
+        """
+        return await self._together.call("_train_step", train_input, step)
+
+    def _train_step(self, train_input: TrainInput, step: int) -> dict[str, float]:
+        start = time.perf_counter()
+        engine = self._now.engine
+        self._now.step = step
+        table = self._source.read(train_input)
+        if table.num_rows == 0:  # all of it damaged, and skip_corrupt allows to go on
+            return {"tokens": 0.0, **describe_rows(table)}
+        # on all rows, before the ranks part: one rank that refuses alone would leave its
+        # peers waiting for it in a sum
+        engine.check(available_fields(table))
+        groups = group_codes(table)
+        plan = engine.plan(row_lengths(table), step, self.rank, self.world_size, groups)
+        mine = table if len(plan.rows) == table.num_rows else table.take(pa.array(plan.rows))
+        batch = collate(mine, self._now.pad_token_id, table)
+        whole = batch
+        if mine is not table and engine.spec.advantage_in_trainer:
+            whole = collate(table, self._now.pad_token_id)
+        ready = time.perf_counter()
+        metrics = engine.train_step(batch, step, plan, whole)
+        metrics["time/load_rows"] = ready - start
+        metrics["time/update"] = time.perf_counter() - ready
+        metrics["tokens"] = float(row_lengths(mine).sum())
+        metrics["perf/max_memory_gb"] = max_memory_gb(self.device)
+        metrics |= self._now.meter.of_step(batch, plan, metrics)
+        if self.rank == 0:
+            metrics |= describe_rows(table) | stale_metrics(table, train_input.min_version)
+        return metrics
+
+    # checkpoints ------------------------------------------------------------------------
+    async def save_checkpoint(
+        self, job_dir: str, step: int, state: dict[str, Any], save_hf: bool
+    ) -> str:
+        """Write ``global_step_<step>`` (called on rank 0 only); its path."""
+        return await self._together.call("_save", job_dir, step, state, save_hf)
+
+    def _save(self, job_dir: str, step: int, state: dict[str, Any], save_hf: bool) -> str:
+        now = self._now
+
+        if self.rank > 0:
+            write_engine(now.engine.trainables, None)
+            return ""
+
+        def fill(directory: Path) -> None:
+            write_engine(now.engine.trainables, directory, now.model_path)
+            if save_hf:
+                dtype = torch_dtype(self.cfg.model.dtype)
+                export_policy(directory, dtype, self.cfg.model.lora.merge_export)
+
+        of_algorithm = now.engine.state_dict()
+        if of_algorithm:
+            state = state | {"algorithm": of_algorithm}
+        keep = self.cfg.trainer.max_checkpoints_to_keep
+        return str(write_checkpoint(job_dir, step, state, fill, keep))
+
+    # weights ----------------------------------------------------------------------------
+    def _weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        dtype = torch_dtype(self.cfg.model.dtype)
+        for name, tensor in self._now.engine.policy.full_weights():
+            yield name, tensor.to(dtype)
+
+    async def weight_meta(self) -> tuple[TensorMeta, ...]:
+        """Names, wire dtypes and shapes, in sending order: the model, or only its adapter."""
+        named = self._now.engine.policy.weight_tensors()
+        return tensor_meta(named.items(), self.cfg.model.dtype)
+
+    async def vocab_size(self) -> int:
+        """Token ids below it are valid."""
+        return int(self._now.engine.model.config.vocab_size)
+
+    async def open_weight_group(self, spec: WeightGroupSpec) -> Optional[float]:
+        """Join generation ``spec.generation`` as rank 0; serves its store. Returns the bytes per
+        second of a bare broadcast, if one was asked for."""
+
+        now = self._now
+        now.generation = spec.generation
+        # not on the compute thread: the peers would wait for a train step to end, and the training
+        # for a peer that has died
+        await asyncio.to_thread(self._leave_weight_group)
+        group = await asyncio.to_thread(make_group, spec, 0, True, self.device)
+        if now.generation != spec.generation:  # given up meanwhile, and another one asked for
+            group.close()
+            raise RuntimeError(f"weight group generation {spec.generation} came too late")
+        now.weights = group
+        return group.bytes_per_s
+
+    async def close_weight_group(self) -> None:
+        if self._loaded is not None:
+            # not on the compute thread: it may be inside the transfer that this ends
+            await asyncio.to_thread(self._leave_weight_group)
+
+    def _leave_weight_group(self) -> None:
+        """Closed, not only dropped: engines that wait in the group then fail at once."""
+        group, self._now.weights = self._now.weights, None
+        if group is not None:
+            group.close()
+
+    async def send_weights(self, update: WeightUpdate) -> WeightReceipt:
+        """Broadcast the current weights to the open weight group."""
+        group = self._now.weights
+        if group is None or group.generation != update.generation:
+            raise RuntimeError(
+                f"weight group generation {update.generation} is not open on trainer rank "
+                f"{self.rank} (open: {group and group.generation}); form it again"
+            )
+
+        return await self._together.call("_send", update)
+
+    def _send(self, update: WeightUpdate) -> WeightReceipt:
+        policy, group = self._now.engine.policy, self._now.weights
+        policy.lay_out(update.meta, update.bucket_bytes)
+        named = policy.full_weights()
+        if group is None:  # a peer, or closed meanwhile: the shards are wanted all the same
+            return self._timed(lambda: _gather(named), update.version)
+        return self._timed(
+            lambda: send(group, named, update.meta, update.bucket_bytes), update.version
+        )
+
+    async def write_weights(
+        self, path: str, version: int, storage_options: Optional[dict[str, Any]] = None
+    ) -> WeightReceipt:
+        """Write the current weights to a file, or an fsspec URL, that appears whole."""
+        return await self._together.call("_write", path, version, storage_options)
+
+    def _write(
+        self, path: str, version: int, storage_options: Optional[dict[str, Any]]
+    ) -> WeightReceipt:
+        named = self._weights()
+        if self.rank > 0:
+            return self._timed(lambda: _gather(named), version)
+        if self.cfg.synchronizer.sync_method == "memory":
+            return self._timed(lambda: self._shared.write(path, named), version)
+        return self._timed(lambda: write_weights(path, named, storage_options), version)
+
+    async def probe_logprobs(
+        self, sequences: list[list[int]], temperature: float = 1.0
+    ) -> list[np.ndarray]:
+        """Per sequence the log-prob of every token after the first: float32."""
+
+        return await self._together.call("_probe", sequences, temperature)
+
+    def _probe(self, sequences: list[list[int]], temperature: float) -> list[np.ndarray]:
+        return self._now.engine.sequence_logprobs(sequences, temperature)
+
+    def _timed(self, work: Callable[[], Digest], version: int) -> WeightReceipt:
+        start = time.perf_counter()
+        digest = work()
+        seconds = time.perf_counter() - start
+        return WeightReceipt(version, digest.value, digest.n_bytes, seconds, self._now.step)
+
+
+def _gather(named: Iterable[tuple[str, torch.Tensor]]) -> Digest:
+    """Take part in gathering every tensor, and keep none."""
+    for _ in named:
+        pass
+    return Digest()

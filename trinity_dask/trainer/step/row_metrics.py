@@ -1,0 +1,132 @@
+"""What the rows of a train step look like, before anything is computed on them.
+
+Invariant: every number covers *all* rows of the step, whatever the ranks, and only tokens
+that the policy chose where it speaks about advantages and returns; a share of groups counts
+each task once; a reward is that of a rollout, finite, never that of a demonstration.
+"""
+
+from __future__ import annotations
+
+import resource
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+
+from trinity_dask.experience.collate import flagged
+from trinity_dask.experience.experience import PROMPT_TRUNCATED, RESPONSE_TRUNCATED
+from trinity_dask.trainer.step.rows import row_lengths
+
+TASK = ["batch", "task"]
+
+
+def describe_rows(table: pa.Table) -> dict[str, float]:
+    """Metrics ``sample/*``, ``prompt_length/*``, ``response_length/*`` and ``critic/*``.
+
+    ``critic/score`` is the reward of a row; ``critic/advantages`` and ``critic/returns``,
+    where the rows bring them, are over action tokens.
+    """
+    if table.num_rows == 0:
+        return {"sample/rows": 0.0, "sample/tokens": 0.0}
+    rewards = _finite_rewards(table)
+    tokens = row_lengths(table)
+    prompt = table["prompt_length"].to_numpy().astype(np.int64)
+    truncated = _share(table, RESPONSE_TRUNCATED)
+    return {
+        "sample/rows": float(table.num_rows),
+        "sample/tokens": float(tokens.sum()),
+        "sample/truncated_share": truncated,
+        **bounds("response_length", tokens - prompt),
+        "response_length/clip_ratio": truncated,
+        **bounds("prompt_length", prompt),
+        "prompt_length/clip_ratio": _share(table, PROMPT_TRUNCATED),
+        **_groups(table, rewards),
+        **_rewards(rewards),
+        **_token_columns(table),
+        **_versions(table),
+    }
+
+
+def bounds(name: str, values: np.ndarray) -> dict[str, float]:
+    """``name/mean``, ``/max`` and ``/min``; nothing of no values."""
+    if len(values) == 0:
+        return {}
+    return {
+        f"{name}/mean": float(values.mean()),
+        f"{name}/max": float(values.max()),
+        f"{name}/min": float(values.min()),
+    }
+
+
+def max_memory_gb(device: str) -> float:
+    """Most memory this process has had so far: on the GPU, or resident on the CPU; in GB."""
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_allocated() / 1e9
+    # kilobytes on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+
+
+def _share(table: pa.Table, status: str) -> float:
+    found = pc.sum(pc.equal(table["truncate_status"], status)).as_py() or 0
+    return found / table.num_rows
+
+
+def _finite_rewards(table: pa.Table) -> pa.ChunkedArray:
+    """The reward of each row; null where there is none, it is not finite, or the row is a
+    demonstration, whose reward is a placeholder."""
+    rewards = table["reward"]
+    keep = pc.and_(pc.is_finite(rewards), pa.array(~flagged(table, "is_expert")))
+    return pc.if_else(keep, rewards, pa.scalar(None, rewards.type))
+
+
+def _groups(table: pa.Table, rewards: pa.ChunkedArray) -> dict[str, float]:
+    """Tasks, and the share of those with two rewards or more whose rewards are all equal."""
+    of_task = table.select(TASK).append_column("reward", rewards).group_by(TASK)
+    groups = of_task.aggregate([("reward", "min"), ("reward", "max"), ("reward", "count")])
+    metrics = {"sample/task_count": float(groups.num_rows)}
+    several = pc.greater(groups["reward_count"], 1)
+    n_several = pc.sum(several).as_py() or 0
+    if n_several:
+        flat = pc.and_(several, pc.equal(groups["reward_min"], groups["reward_max"]))
+        metrics["sample/zero_variance_share"] = (pc.sum(flat).as_py() or 0) / n_several
+    return metrics
+
+
+def _rewards(column: pa.ChunkedArray) -> dict[str, float]:
+    rewards = column.drop_null().to_numpy()
+    if len(rewards) == 0:
+        return {}
+    score = bounds("critic/score", rewards)
+    # the mean of equal numbers is rounded, and their std with it not 0
+    same = rewards.min() == rewards.max()
+    return score | {
+        "sample/reward/mean": float(rewards.mean()),
+        "sample/reward/std": 0.0 if same else float(rewards.std()),
+        "sample/reward/count": float(len(rewards)),
+    }
+
+
+def _token_columns(table: pa.Table) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    mask = pc.list_flatten(table["action_mask"]).to_numpy()
+    for name in ("advantages", "returns"):
+        if table[name].null_count == 0 and table["action_mask"].null_count == 0:
+            values = pc.list_flatten(table[name]).to_numpy()
+            metrics |= bounds(f"critic/{name}", values[mask])
+    return metrics
+
+
+def _versions(table: pa.Table) -> dict[str, float]:
+    """The weights that sampled the tokens, and how far they differ inside a row."""
+    versions = table["versions"].drop_null()
+    flat = pc.list_flatten(versions).to_numpy()
+    if len(flat) == 0:
+        return {}
+    lengths = pc.list_value_length(versions).to_numpy()
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])[lengths > 0]
+    drift = np.maximum.reduceat(flat, starts) - np.minimum.reduceat(flat, starts)
+    return {
+        **bounds("sample/model_version", flat),
+        **bounds("sample/model_version_drift", drift),
+    }

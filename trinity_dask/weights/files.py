@@ -1,0 +1,241 @@
+"""Weights as one safetensors file: the transport of the ``memory`` and ``checkpoint`` methods.
+
+Invariant: a path holds either the whole old file or the whole new one. The writer never
+touches an existing file; it renames a finished one over it, so a reader that still maps
+the old file keeps reading the old weights.
+
+The tensors lie in the file in the order in which they were given, without gaps: the parts of
+a layer that an engine fuses lie side by side, and it need not copy them together.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from trinity_dask.models.protocol import TensorMeta
+from trinity_dask.weights.checksum import Digest
+
+if TYPE_CHECKING:
+    import torch
+
+SUFFIX = ".safetensors"
+ALIGN_BYTES = 64  # the first tensor starts on a cache line
+# the names of the format for torch's dtypes
+DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+
+
+# --------------------------------------------------------------------------- writing
+def write_safetensors(
+    path: str, named: Iterable[tuple[str, torch.Tensor]], durable: bool = False
+) -> Digest:
+    """Write ``(name, tensor)`` pairs to ``path`` and return their digest.
+
+    ``durable`` waits until the bytes are on the disk; a file in memory needs no such wait.
+
+    Raises:
+        OSError: the directory cannot be written or is full; ``path`` is then unchanged.
+        ValueError: a tensor's dtype has no name in the format.
+    """
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named}
+    header = layout_of(tensors).header
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    partial = f"{path}.{secrets.token_hex(4)}.partial"
+    try:
+        with ThreadPoolExecutor(1, "digest") as beside:  # the kernel copies meanwhile
+            digest = beside.submit(_digest, tensors)
+            _write(partial, header, tensors.values(), durable)
+        os.replace(partial, path)
+    except BaseException:
+        if os.path.exists(partial):
+            os.unlink(partial)
+        raise
+    return digest.result()
+
+
+def _digest(tensors: Mapping[str, torch.Tensor]) -> Digest:
+    digest = Digest()
+    for name, tensor in tensors.items():
+        digest.add(name, tensor)
+    return digest
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A file's beginning, and ``(name, start, end)`` of every tensor in it, in bytes."""
+
+    header: bytes
+    places: list[tuple[str, int, int]]
+
+    @property
+    def n_bytes(self) -> int:
+        """Of the whole file."""
+        return self.places[-1][2] if self.places else len(self.header)
+
+
+def layout_of(tensors: Mapping[str, torch.Tensor]) -> Layout:
+    """The format's beginning is the length of a JSON text, and the text.
+
+    Raises:
+        ValueError: a tensor's dtype has no name in the format.
+    """
+    return _layout(
+        tuple((n, _dtype_name(n, t), tuple(t.shape), t.nbytes) for n, t in tensors.items())
+    )
+
+
+@lru_cache(maxsize=4)  # a model's tensors are the same at each version
+def _layout(tensors: tuple[tuple[str, str, tuple[int, ...], int], ...]) -> Layout:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end, places = 0, []
+    for name, dtype, shape, n_bytes in tensors:
+        start, end = end, end + n_bytes
+        places.append((name, start, end))
+        entries[name] = {
+            "dtype": DTYPES[dtype],
+            "shape": list(shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % ALIGN_BYTES)
+    header = len(text).to_bytes(8, "little") + text
+    return Layout(header, [(n, a + len(header), b + len(header)) for n, a, b in places])
+
+
+def _dtype_name(name: str, tensor: torch.Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise ValueError(f"{name} is {dtype}; a weight file holds {', '.join(DTYPES)}")
+    return dtype
+
+
+def read_layout(memory: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """``(name, tensor)`` of a file that lies in ``memory`` (uint8), as views of it."""
+    text = _header_of(memory)
+    begin = 8 + len(text)
+    return [
+        (meta.name, memory[begin + start : begin + end].view(dtype).view(meta.shape))
+        for meta, dtype, start, end in _entries(text)
+    ]
+
+
+def meta_of(memory: torch.Tensor) -> tuple[TensorMeta, ...]:
+    """Metadata of the tensors of a file that lies in ``memory`` (uint8), in its order."""
+    return tuple(meta for meta, *_ in _entries(_header_of(memory)))
+
+
+def _header_of(memory: torch.Tensor) -> bytes:
+    n_bytes = int.from_bytes(memory[:8].numpy().tobytes(), "little")
+    return memory[8 : 8 + n_bytes].numpy().tobytes()
+
+
+@lru_cache(maxsize=4)
+def _entries(header: bytes) -> list[tuple[TensorMeta, torch.dtype, int, int]]:
+    """``(meta, dtype, start, end)`` in the order of the file."""
+    import torch
+
+    entries = json.loads(header)
+    entries.pop("__metadata__", None)
+    names = {code: name for name, code in DTYPES.items()}
+    found = []
+    for name, entry in entries.items():
+        meta = TensorMeta(name, names[entry["dtype"]], tuple(entry["shape"]))
+        found.append((meta, getattr(torch, meta.dtype), *entry["data_offsets"]))
+    return sorted(found, key=lambda entry: entry[2:])
+
+
+def _write(path: str, header: bytes, tensors: Iterable[torch.Tensor], durable: bool) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        _write_all(fd, memoryview(header))
+        for tensor in tensors:
+            if tensor.numel():
+                _write_all(fd, _bytes_of(tensor))
+        if durable:
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The tensor's own memory."""
+    import torch
+
+    memory: Any = tensor.view(-1).view(torch.uint8).numpy()
+    return memoryview(memory)
+
+
+def _write_all(fd: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+# --------------------------------------------------------------------------- reading
+def read_safetensors(path: str, digest: Digest | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of the file (or of every ``*.safetensors`` in the directory) at ``path``.
+
+    They are views of the mapped file, which stays readable as long as one of them lives,
+    even if its name is gone or names another file by then (but a file of method ``memory`` is
+    written again, see :mod:`shared_weights`). Opens the path anew at each
+    call, so an overwritten file is seen. Every tensor is added to ``digest`` when one is
+    given.
+
+    Raises:
+        FileNotFoundError: there is no such file, or the directory holds none.
+    """
+    from safetensors import safe_open
+
+    for file in weight_files(path):
+        with safe_open(file, framework="pt") as handle:
+            for name in handle.offset_keys():
+                tensor = handle.get_tensor(name)
+                if digest is not None:
+                    digest.add(name, tensor)
+                yield name, tensor
+
+
+def file_meta(path: str) -> tuple[TensorMeta, ...]:
+    """Names, dtypes and shapes of the tensors at ``path``, in the order of reading."""
+    from safetensors import safe_open
+
+    names = {code: dtype for dtype, code in DTYPES.items()}
+    found = []
+    for file in weight_files(path):
+        with safe_open(file, framework="pt") as handle:
+            for name in handle.offset_keys():
+                part = handle.get_slice(name)
+                found.append(TensorMeta(name, names[part.get_dtype()], tuple(part.get_shape())))
+    return tuple(found)
+
+
+def weight_files(path: str) -> list[str]:
+    """The safetensors files behind ``path``, sorted by name."""
+    if os.path.isdir(path):
+        files = [os.path.join(path, f) for f in sorted(os.listdir(path))]
+        files = [f for f in files if f.endswith(SUFFIX)]
+    else:
+        files = [path] if os.path.isfile(path) else []
+    if not files:
+        raise FileNotFoundError(
+            f"no weights at {path!r}: expected a .safetensors file, or a directory with one"
+        )
+    return files

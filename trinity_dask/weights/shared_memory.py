@@ -1,0 +1,214 @@
+"""Weights in shared memory, in files that are written again once nobody looks at them.
+
+Invariant: a file is written only while its writer alone holds its lock, and whoever looks at
+one holds the lock shared; so no file changes under a reader. The lock is the kernel's: a
+process that dies gives it back.
+
+A page that is new to a file costs more than the copy into it, and so does mapping it. So the
+versions take turns in a few files, which both sides keep mapped.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import shutil
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trinity_dask.models.protocol import TensorMeta
+from trinity_dask.weights.checksum import Digest, in_threads
+from trinity_dask.weights.files import layout_of, meta_of, read_layout
+
+if TYPE_CHECKING:
+    import torch
+
+FREE = "free-"  # begins the name of a file that holds no version
+KEPT_MAPPINGS = 3  # the newest version, the one before, and one that a slow reader keeps
+KEPT_FREE = 2
+
+
+class SharedFiles:
+    """One process's mappings of such files. Not for several threads at once."""
+
+    def __init__(self) -> None:
+        self._maps: dict[tuple[int, int], torch.Tensor] = {}
+
+    # writing --------------------------------------------------------------------------
+    def write(self, path: str, named: Iterable[tuple[str, torch.Tensor]]) -> Digest:
+        """Write ``(name, tensor)`` pairs as the safetensors file ``path``; their digest.
+
+        Raises:
+            OSError: the memory is full; ``path`` is then unchanged.
+        """
+        import torch
+
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named}
+        layout = layout_of(tensors)
+        folder = os.path.dirname(os.path.abspath(path))
+        os.makedirs(folder, exist_ok=True)
+        with _claimed(folder, layout.n_bytes) as (name, fd):
+            memory = self._mapped(fd, writable=True)
+            head = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
+            memory[: len(head)] = head
+
+            def copy(digest: Digest, place: tuple[str, int, int]) -> None:
+                key, start, end = place
+                digest.add_copying(key, tensors[key], memory[start:end])
+
+            sizes = [end - start for _, start, end in layout.places]
+            digest = in_threads(copy, layout.places, sizes)
+            os.rename(name, path)
+        return digest
+
+    # reading --------------------------------------------------------------------------
+    def look(self, path: str) -> Look:
+        """The version at ``path``, which stays what it is until the look is ended.
+
+        Raises:
+            FileNotFoundError: there is none (any more).
+        """
+        fd = _open_locked(path)
+        try:
+            return Look(fd, self._mapped(fd, writable=False))
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def _mapped(self, fd: int, writable: bool) -> torch.Tensor:
+        """The whole file as uint8."""
+        import torch
+
+        status = os.fstat(fd)
+        key = status.st_dev, status.st_ino
+        if key not in self._maps:
+            protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+            pages = mmap.mmap(fd, status.st_size, flags=flags, prot=protection)
+            with warnings.catch_warnings():  # that it may not be written to, which nobody does
+                warnings.simplefilter("ignore")
+                self._maps[key] = torch.frombuffer(pages, dtype=torch.uint8)
+            while len(self._maps) > KEPT_MAPPINGS:
+                del self._maps[next(iter(self._maps))]
+        return self._maps[key]
+
+
+class Look:
+    """A version that is being looked at; its tensors are views of the file."""
+
+    def __init__(self, fd: int, memory: torch.Tensor) -> None:
+        self._fd = fd
+        self._memory = memory
+
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """``(name, tensor)`` in the order of the file. They may be read until :meth:`end`."""
+        return read_layout(self._memory)
+
+    def meta(self) -> tuple[TensorMeta, ...]:
+        """What :meth:`tensors` are."""
+        return meta_of(self._memory)
+
+    def end(self) -> None:
+        """The file may be written again. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            # unlocked, not only closed: a mapping holds the same open file
+            fcntl.flock(fd, fcntl.LOCK_UN)
+            os.close(fd)
+
+
+@contextmanager
+def looking_at(path: str) -> Iterator[None]:
+    """Within it the file at ``path`` is not written again."""
+    fd = _open_locked(path)
+    try:
+        yield
+    finally:
+        os.close(fd)
+
+
+def _open_locked(path: str) -> int:
+    """An open file that holds the lock shared, and still has the name ``path``."""
+    while True:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            # its writer holds the lock until the file has its name
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if os.fstat(fd).st_ino == os.stat(path).st_ino:
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)  # the name went to another file between the two calls
+
+
+@contextmanager
+def _claimed(folder: str, n_bytes: int) -> Iterator[tuple[str, int]]:
+    """``(name, fd)`` of a file of this size that nobody looks at, locked for writing."""
+    name, fd = _free_file(folder, n_bytes) or _new_file(folder, n_bytes)
+    try:
+        yield name, fd
+    finally:
+        fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
+
+
+def _free_file(folder: str, n_bytes: int) -> tuple[str, int] | None:
+    for name in sorted(map(str, Path(folder).glob(f"{FREE}*"))):
+        with suppress(OSError):  # looked at, or another writer was faster
+            fd = os.open(name, os.O_RDWR)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(fd).st_size == n_bytes and os.path.exists(name):
+                    return name, fd
+            except OSError:
+                os.close(fd)
+                raise
+            os.close(fd)
+    return None
+
+
+def _new_file(folder: str, n_bytes: int) -> tuple[str, int]:
+    name = f"{folder}/{FREE}{secrets.token_hex(4)}"
+    fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        # all of it now: a page that is missing later would end the process, not the call
+        os.posix_fallocate(fd, 0, n_bytes)
+    except BaseException as error:
+        os.close(fd)
+        os.unlink(name)
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise OSError(errno.ENOSPC, _no_room(folder, n_bytes)) from error
+        raise
+    return name, fd
+
+
+def _no_room(folder: str, n_bytes: int) -> str:
+    free = shutil.disk_usage(folder).free
+    return (
+        f"{folder} has room for {free / 1e6:.0f} MB, and the weights need {n_bytes / 1e6:.0f} MB "
+        "(two or three times that over a run); make it larger (in a container: --shm-size), or "
+        "use synchronizer.sync_method=nccl or checkpoint"
+    )
+
+
+def set_free(path: str) -> None:
+    """The version at ``path`` is wanted no more; its file may hold another one."""
+    folder = os.path.dirname(path)
+    with suppress(FileNotFoundError):
+        os.rename(path, f"{folder}/{FREE}{secrets.token_hex(4)}")
+    for spare in sorted(Path(folder).glob(f"{FREE}*"))[KEPT_FREE:]:
+        spare.unlink(missing_ok=True)
+
+
+def remove_free(folder: str) -> None:
+    """Give the memory of all free files back."""
+    for spare in Path(folder).glob(f"{FREE}*"):
+        spare.unlink(missing_ok=True)
