@@ -1,4 +1,4 @@
-"""The shape of the code: short functions, small files, a stated invariant in each.
+"""The shape of the code: one idea in a function and a file, a stated invariant in each.
 
 Invariant: a limit here is a number a reader can see broken; the message names the place.
 """
@@ -21,9 +21,9 @@ FILES = PACKAGE_FILES + sorted(
     for path in (ROOT / folder).rglob("*.py")
 )
 
-MAX_FUNCTION_LINES = 60
+MAX_FUNCTION_LINES = 80
 MAX_MEDIAN_FUNCTION_LINES = 12
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 600
 LEFT_OVERS = re.compile(
     r"\b(TODO|FIXME|XXX|HACK)\b|[Pp]laceholder docstring|NotImplementedError\(\)"
 )
@@ -100,7 +100,7 @@ LONG = "\n".join(f"    x = {index}" for index in range(MAX_FUNCTION_LINES + 1))
     [
         ("x = 1\n", "no module docstring"),
         ('"""m"""\n' + "x = 1\n" * (MAX_FILE_LINES + 1), "lines; at most"),
-        (f'"""m"""\ndef f() -> None:\n{LONG}\n', "at most 60"),
+        (f'"""m"""\ndef f() -> None:\n{LONG}\n', "at most 80"),
         ('"""m"""\ndef f(a) -> None:\n    return\n', "type hints for ['a']"),
         ('"""m"""\ndef f(a: int):\n    return a\n', "type hints for ['return']"),
         ('"""m"""\ntry:\n    f()\nexcept Exception:\n    pass\n', "swallows"),

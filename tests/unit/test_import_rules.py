@@ -26,7 +26,7 @@ LAYERS = (
     {"engines", "workflows", "rewards", "demo"},
     {"models", "buffer", "weights", "monitor"},
     {"cluster", "experience", "algorithm"},
-    {"config", "files"},
+    {"config", "files", "aio"},
 )
 RANK = {part: len(LAYERS) - index for index, layer in enumerate(LAYERS) for part in layer}
 

@@ -108,7 +108,9 @@ def test_a_whole_train_step_is_the_same():
         found[share] = gradients(trained)
     for name, gradient in found[False].items():
         torch.testing.assert_close(found[True][name], gradient, atol=1e-6, rtol=1e-4)
-    assert metrics[True]["actor/final_loss"] == pytest.approx(metrics[False]["actor/final_loss"])
+    # a sum of terms near one that cancel: float32 leaves 1e-7 of a term, whatever the sum is
+    plain = metrics[False]["actor/final_loss"]
+    assert metrics[True]["actor/final_loss"] == pytest.approx(plain, abs=1e-7)
 
 
 def test_after_the_proof_only_the_shared_tokens_are_passed_over():
