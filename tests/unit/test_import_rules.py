@@ -21,12 +21,12 @@ MODULES = sorted((ROOT / PACKAGE).rglob("*.py"))
 # top to bottom
 LAYERS = (
     {"cli", "run", "__main__"},
-    {"launcher", "manager"},
+    {"launcher", "manager", "compat"},
     {"explorer", "trainer", "sync"},
     {"engines", "workflows", "rewards", "demo"},
     {"models", "buffer", "weights", "monitor"},
     {"cluster", "experience", "algorithm"},
-    {"config", "files", "aio"},
+    {"config", "files", "aio", "lazy"},
 )
 RANK = {part: len(LAYERS) - index for index, layer in enumerate(LAYERS) for part in layer}
 

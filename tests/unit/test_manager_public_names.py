@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trinity_dask.config.schema import SynchronizerConfig
-from trinity_dask.manager import StateManager, Synchronizer
+from trinity_dask.manager import Synchronizer
 
 SYNCHRONIZER = {
     "add_module": ["module_ref"],
@@ -36,23 +36,12 @@ SYNCHRONIZER = {
     "trainer_requires_weight_sync": [],
     "get_actor": ["config"],
 }
-STATE_MANAGER = {
-    "save_explorer": ["current_step", "taskset_states"],
-    "load_explorer": [],
-    "save_explorer_server_url": ["url"],
-    "load_explorer_server_url": [],
-    "save_trainer": ["current_step", "sample_strategy_state"],
-    "load_trainer": [],
-    "save_stage": ["latest_stage"],
-    "load_stage": [],
-}
 
 
 @pytest.mark.parametrize(
     ("cls", "name", "known"),
-    [(c, n, p) for c, names in ((Synchronizer, SYNCHRONIZER), (StateManager, STATE_MANAGER))
-     for n, p in names.items()],
-)  # fmt: skip
+    [(Synchronizer, name, known) for name, known in SYNCHRONIZER.items()],
+)
 def test_a_call_has_its_name_and_parameters(cls: type, name: str, known: list[str]) -> None:
     parameters = inspect.signature(getattr(cls, name)).parameters
     own = [p for p in parameters.values() if p.name != "self"]
@@ -107,20 +96,3 @@ def test_a_group_needs_both_sides_and_its_end_passes_over_nobody(tmp_path: Path)
         await sync.coordinate_weight_sync_teardown()
 
     asyncio.run(body())
-
-
-def test_progress_files_go_by_their_known_names(tmp_path: Path) -> None:
-    state = StateManager(tmp_path, "explorer", "trainer")
-    assert state.load_explorer() == state.load_trainer() == state.load_stage() == {}
-    assert state.load_explorer_server_url() is None
-    state.save_explorer(4, [{"index": 1}])
-    state.save_trainer(3, {"seen": 2})
-    state.save_stage(1)
-    state.save_explorer_server_url("http://host:1")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "explorer_meta.json", "explorer_server_url.txt", "stage_meta.json", "trainer_meta.json",
-    ]  # fmt: skip
-    assert state.load_explorer() == {"latest_iteration": 4, "taskset_states": [{"index": 1}]}
-    assert state.load_trainer()["sample_strategy_state"] == {"seen": 2}
-    assert state.load_stage()["latest_stage"] == 1
-    assert state.load_explorer_server_url() == "http://host:1"

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from trinity_dask.config.schema import Config
 from trinity_dask.files import read_json, write_json
 from trinity_dask.launcher.accounts import (
     Accounts,
@@ -20,34 +21,47 @@ from trinity_dask.launcher.accounts import (
 from trinity_dask.manager.state_manager import StateManager
 
 
-def test_state_round_trip(tmp_path: Path) -> None:
-    manager = StateManager(tmp_path)
-    assert manager.load_explorer() == {}
-    manager.save_explorer(7, [{"position": 448}])
-    manager.save_trainer(6, {"index": 3})
-    manager.save_stage(1, finished=True)
-    manager.save_explorer_server_url("http://127.0.0.1:9000")
-    assert manager.load_explorer() == {"latest_iteration": 7, "taskset_states": [{"position": 448}]}
-    assert manager.load_trainer()["latest_iteration"] == 6
-    assert manager.load_stage() == {"latest_stage": 1, "finished": True}
-    assert manager.load_explorer_server_url() == "http://127.0.0.1:9000"
-    assert [p.name for p in tmp_path.glob("*.tmp")] == []
+def test_progress_files_go_by_their_known_names(tmp_path: Path) -> None:
+    state = StateManager(str(tmp_path / "job"), "critic", "explorer1")  # in Trinity-RFT's order
+    assert state.load_explorer() == state.load_trainer() == state.load_stage() == {}
+    assert state.load_explorer_server_url() is None
+    state.save_explorer(current_step=4, taskset_states=[{"index": 1}])
+    state.save_trainer(current_step=3, sample_strategy_state={"seen": 2})
+    state.save_stage(current_stage=1)
+    state.save_explorer_server_url(url="http://host:1")
+    assert sorted(path.name for path in (tmp_path / "job").iterdir()) == [
+        "critic_meta.json", "explorer1_meta.json", "explorer1_server_url.txt", "stage_meta.json",
+    ]  # fmt: skip
+    again = StateManager(str(tmp_path / "job"), trainer_name="critic", explorer_name="explorer1")
+    assert again.load_explorer() == {"latest_iteration": 4, "taskset_states": [{"index": 1}]}
+    assert again.load_trainer() == {"latest_iteration": 3, "sample_strategy_state": {"seen": 2}}
+    assert again.load_stage() == {"latest_stage": 1}
+    assert again.load_explorer_server_url() == "http://host:1"
 
 
-def test_every_explorer_has_its_own_files(tmp_path: Path) -> None:
-    manager = StateManager(tmp_path, "explorer1")
-    manager.save_explorer(3, [{"position": 1}])
-    manager.save_explorer(5, [{"position": 2}], "explorer2")
-    manager.save_explorer_server_url("http://127.0.0.1:9002", "explorer2")
-    assert manager.load_explorer()["latest_iteration"] == 3
-    assert manager.load_explorer("explorer2")["latest_iteration"] == 5
-    assert StateManager(tmp_path, "explorer2").load_explorer() == manager.load_explorer("explorer2")
-    assert manager.load_explorer_server_url() is None
-    assert manager.load_explorer_server_url("explorer2") == "http://127.0.0.1:9002"
+def test_names_that_are_not_given_are_those_of_the_configuration(tmp_path: Path) -> None:
+    cfg = Config()
+    cfg.explorer.name = "explorer2"
+    StateManager(str(tmp_path), config=cfg).save_explorer(3, [])
+    assert StateManager(str(tmp_path), None, "explorer2").load_explorer()["latest_iteration"] == 3
+    assert StateManager(str(tmp_path), config=cfg).trainer_state_path.endswith("trainer_meta.json")
+    with pytest.raises(ValueError, match="without explorer_name"):
+        StateManager(str(tmp_path)).save_explorer(1, [])  # Trinity-RFT: None_meta.json
+
+
+def test_a_directory_is_used_with_one_configuration(tmp_path: Path) -> None:
+    cfg = Config(job_dir=str(tmp_path))
+    StateManager(str(tmp_path), config=cfg)
+    assert list(tmp_path.iterdir()) == []  # nothing is kept unless it is to be checked
+    for _ in range(2):
+        StateManager(str(tmp_path), config=cfg, check_config=True)
+    cfg.buffer.batch_size += 1
+    with pytest.raises(ValueError, match=r"config\.json \(different: buffer\)"):
+        StateManager(str(tmp_path), config=cfg, check_config=True)
 
 
 def test_a_crash_between_two_writes_leaves_a_whole_file(tmp_path: Path) -> None:
-    manager = StateManager(tmp_path)
+    manager = StateManager(str(tmp_path), "trainer", "explorer")
     manager.save_explorer_server_url("http://127.0.0.1:9000")
 
     def dies(*_: object) -> None:
@@ -79,7 +93,7 @@ def test_a_damaged_state_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "trainer_meta.json"
     path.write_text('{"latest_iter')
     with pytest.raises(ValueError, match=r"trainer_meta\.json is not JSON"):
-        StateManager(tmp_path).load_trainer()
+        StateManager(str(tmp_path), "trainer").load_trainer()
 
 
 def _manifest(**accounts: int) -> SimpleNamespace:

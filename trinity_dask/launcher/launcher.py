@@ -9,15 +9,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from trinity_dask.config import job_dir, modes
 from trinity_dask.config.schema import Config
+from trinity_dask.files import read_json, write_json
 from trinity_dask.launcher.job_lock import JobLock, claims_of
 from trinity_dask.launcher.peers import describe
 from trinity_dask.launcher.status import FINAL_STATES, StatusBoard
 from trinity_dask.launcher.warm_up import WarmUp
-from trinity_dask.manager.state_manager import StateManager
 from trinity_dask.monitor.curves import write_curves
 from trinity_dask.workflows.loading import load_callable
 
@@ -41,8 +42,7 @@ class Launcher:
         self.base_dir = base_dir
         self.run_id = run_id
         self.driver = driver
-        self.state = StateManager(base_dir)
-        self.state.stage_file = self.state.path / job_dir.stage_file(stages[0])
+        self._stage_file = Path(base_dir) / job_dir.stage_file(stages[0])
         self._board: Optional[StatusBoard] = None
         self._task: Optional[asyncio.Task[None]] = None
         self._stage: Optional[StageRunner] = None
@@ -110,7 +110,7 @@ class Launcher:
 
     def _save_stage(self, index: int, finished: bool = False) -> None:
         if not self._benches:  # a benchmark leaves the job's state alone
-            self.state.save_stage(index, finished)
+            write_json(self._stage_file, {"latest_stage": index, "finished": finished})
 
     async def _draw_curves(self) -> None:
         if not self.stages[0].monitor.curves or self._benches:
@@ -123,7 +123,7 @@ class Launcher:
     def _first_stage(self) -> int:
         if not self.stages[0].continue_from_checkpoint or self._benches:
             return 0
-        meta = self.state.load_stage()
+        meta = read_json(self._stage_file) or {}
         return int(meta.get("latest_stage", 0)) + bool(meta.get("finished", False))
 
     async def _run_stage(self, index: int) -> None:

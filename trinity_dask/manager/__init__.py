@@ -1,21 +1,16 @@
-"""What keeps explorer and trainer in step: synchronizer, engine pool, accounts, state files."""
+"""Trinity-RFT's paths of the synchronizer and the state manager.
+
+Invariant: nothing is defined here, and nothing is loaded before it is used.
+"""
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from trinity_dask import lazy
 
-_LAZY = {
+_SOURCES = {
     "Synchronizer": "trinity_dask.sync.synchronizer",
-    "RemoteSynchronizer": "trinity_dask.sync.remote_sync",
     "RunningStatus": "trinity_dask.sync.state",
-    "StateManager": "trinity_dask.manager.state_manager",
-    "EnginePool": "trinity_dask.engines.pool",
+    "StateManager": "trinity_dask.compat.state_manager",
 }
-__all__ = list(_LAZY)
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'trinity_dask.manager' has no attribute {name!r}")
+__all__ = list(_SOURCES)
+__getattr__ = lazy.names(__name__, _SOURCES)
