@@ -38,6 +38,9 @@ class LocalPool(RankPool):
             raise ActorLost(self.handles[rank], method)
         return await getattr(self._refs[rank], method)(*args)
 
+    async def call_all(self, method, *args, timeout_s):
+        return [await self.call(0, method, *args, timeout_s=timeout_s)]
+
     async def _recreate_lost(self, cause):
         self._refs = [await self._create(0)]
 

@@ -8,9 +8,11 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+from safetensors.torch import load_file
 from small_jobs import STEPS, SmallJobs
 
 from trinity_dask import Config
+from trinity_dask.buffer.store.experience_store import ExperienceStore
 from trinity_dask.explorer.processing import Processing
 from trinity_dask.explorer.rollout.subtask import RunnerSettings
 from trinity_dask.explorer.rollout.workflow_runner import WorkflowRunner
@@ -33,7 +35,7 @@ WORDS = [
 
 
 class Loop:
-    """Sample, reward, train, copy the weights: no cluster, no buffer, no waiting."""
+    """Sample, reward, write rows, train on them, copy the weights: no cluster, no waiting."""
 
     def __init__(self, cfg: Config, directory: str) -> None:
         self.cfg, self.file = cfg, f"{directory}/weights.safetensors"
@@ -43,6 +45,7 @@ class Loop:
         self.runner = WorkflowRunner(self.model)
         self.processing = Processing(cfg)
         self.rank = TrainerRank(cfg, 0, 1)
+        self.store = ExperienceStore(f"{directory}/rows-{cfg.name}")
         self.losses: list[float] = []
 
     def model(self, rollout_args: Any) -> ModelWrapper:
@@ -57,10 +60,9 @@ class Loop:
         tasks = TasksetReader(self.cfg)
         for step in range(1, STEPS + 1):
             await self.train(step, await self.sample(step, tasks.read()))
-        found = {name: t.clone() for name, t in self.rank._weights()}
         await self.engine.close()
         await self.rank.close()
-        return found
+        return load_file(self.file)
 
     async def sample(self, step: int, tasks: Any) -> pa.Table:
         payloads = []
@@ -70,8 +72,8 @@ class Loop:
         return self.processing.process(payloads)[0]
 
     async def train(self, step: int, table: pa.Table) -> None:
-        self.rank._source.read = lambda _: table  # type: ignore[method-assign]
-        metrics = await self.rank.train_step(TrainInput(), step)
+        refs = (self.store.commit(step, table, {}).ref(),)
+        metrics = await self.rank.train_step(TrainInput(self.store.url, refs=refs), step)
         self.losses.append(metrics["actor/final_loss"])
         await self.rank.write_weights(self.file, step)
         await self.engine.update_weights(WeightUpdate(step, "memory", path=self.file))
@@ -100,8 +102,6 @@ def test_fault_19_at_lag_0_a_run_is_the_plain_loop_bit_by_bit(
     torch.set_num_threads(1)
     loop = Loop(cfg, str(jobs.root))
     expected = asyncio.run(asyncio.wait_for(loop.run(), 240))
-
-    from safetensors.torch import load_file
 
     found = load_file(str(latest_complete(jobs.dir(name)) / WEIGHTS))
     assert found.keys() == expected.keys()

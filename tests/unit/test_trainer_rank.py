@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from trainer_support import grpo_config, rows, save_tiny_model
 
 from trinity_dask.config.schema import OptimizerConfig
@@ -46,20 +47,23 @@ async def close(ranks):
     await asyncio.gather(*(rank.close() for rank in ranks))
 
 
-def parameters(rank):
-    return {n: p.detach().clone() for n, p in rank._now.engine.model.named_parameters()}
-
-
-def gradients(rank):
-    return {n: p.grad.clone() for n, p in rank._now.engine.model.named_parameters()}
+async def weights(rank):
+    """The weights as the rank writes them for the engines."""
+    path = f"{rank.cfg.job_dir}/weights-of-{rank.rank}.safetensors"
+    await rank.write_weights(path, 1)
+    return load_file(path)
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
 def test_fault_31_one_and_two_ranks_and_any_micro_batches_give_the_same_gradient(
     tmp_path, model_path, mode
 ):
-    """Unequal lengths, an odd number of rows, gloo between the two ranks."""
+    """Unequal lengths, an odd number of rows, gloo between the two ranks.
+
+    One SGD step without clipping: the weights move by the gradient, so they tell it.
+    """
     train_input = by_value(rows(13, seed=4))
+    start_weights = load_file(f"{model_path}/model.safetensors")
 
     async def run(world, budget):
         cfg = grpo_config(tmp_path, model_path, micro_batch_tokens=budget, grad_clip=0.0)
@@ -67,12 +71,12 @@ def test_fault_31_one_and_two_ranks_and_any_micro_batches_give_the_same_gradient
         cfg.algorithm.loss_agg_mode = mode
         ranks = await start(cfg, world)
         metrics = await step(ranks, train_input)
-        result = gradients(ranks[0]), metrics[0]
+        first = await weights(ranks[0])
         for rank in ranks[1:]:
-            for name, value in parameters(rank).items():
-                torch.testing.assert_close(value, parameters(ranks[0])[name], atol=0, rtol=0)
+            for name, value in (await weights(rank)).items():
+                torch.testing.assert_close(value, first[name], atol=0, rtol=0)
         await close(ranks)
-        return result
+        return {n: (start_weights[n] - value) / SGD.lr for n, value in first.items()}, metrics[0]
 
     expected, metrics = asyncio.run(run(1, 1 << 30))
     assert max(float(g.abs().max()) for g in expected.values()) > 1e-3
@@ -92,9 +96,9 @@ def test_mini_batches_are_the_same_for_any_number_of_ranks(tmp_path, model_path)
     async def run(world):
         ranks = await start(cfg, world)
         metrics = await step(ranks, train_input)
-        weights = parameters(ranks[0])
+        trained = await weights(ranks[0])
         await close(ranks)
-        return weights, metrics[0]
+        return trained, metrics[0]
 
     alone, metrics = asyncio.run(run(1))
     together, same = asyncio.run(run(2))
@@ -109,15 +113,15 @@ def test_fault_9_a_rank_without_rows_keeps_step_with_its_peer(tmp_path, model_pa
     async def run():
         ranks = await start(cfg, 2)
         metrics = await step(ranks, by_value(rows(1)))
-        weights = [parameters(rank) for rank in ranks]
+        trained = [await weights(rank) for rank in ranks]
         await close(ranks)
-        return metrics, weights
+        return metrics, trained
 
-    metrics, weights = asyncio.run(asyncio.wait_for(run(), 120))
+    metrics, trained = asyncio.run(asyncio.wait_for(run(), 120))
     assert sorted(m["tokens"] for m in metrics)[0] == 0
     assert metrics[0]["actor/final_loss"] == metrics[1]["actor/final_loss"]
-    for name, value in weights[0].items():
-        torch.testing.assert_close(weights[1][name], value, atol=0, rtol=0)
+    for name, value in trained[0].items():
+        torch.testing.assert_close(trained[1][name], value, atol=0, rtol=0)
 
 
 def test_rows_that_cannot_be_trained_are_refused_by_all_ranks_at_once(tmp_path, model_path):
@@ -240,7 +244,9 @@ def test_a_peer_that_does_not_come_holds_up_neither_training_nor_the_next_group(
         peers.append(peer(three, 2))  # it comes after all: its group is not wanted any more
         with pytest.raises(RuntimeError, match="generation 1 came too late"):
             await first
-        assert rank._now.weights.generation == 2
+        meta = await rank.weight_meta()
+        with pytest.raises(RuntimeError, match=r"generation 1 is not open .*open: 2"):
+            await rank.send_weights(WeightUpdate(1, "nccl", meta, generation=1))
         for group in await asyncio.gather(*peers):
             group.close()
         await rank.close_weight_group()

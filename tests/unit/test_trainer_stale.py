@@ -7,6 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from trainer_support import grpo_config, rows, save_tiny_model
 
 from trinity_dask.experience.payload import encode
@@ -58,9 +59,10 @@ def test_masking_by_age_is_masking(tmp_path, model_path):
         rank = TrainerRank(grpo_config(tmp_path, model_path), 0, 1)
         await rank.prepare("127.0.0.1:0", 1, model_path, None)
         metrics = await rank.train_step(train_input, 6)
-        found = {n: p.detach().clone() for n, p in rank._now.engine.model.named_parameters()}
+        path = str(tmp_path / "trained.safetensors")
+        await rank.write_weights(path, 6)
         await rank.close()
-        return metrics, found
+        return metrics, load_file(path)
 
     payload = encode(experiences, {})
     metrics, weights = asyncio.run(train(TrainInput(payload=payload, min_version=3)))

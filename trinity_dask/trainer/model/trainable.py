@@ -8,7 +8,7 @@ weights (or its shard of them).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Optional
 
@@ -17,13 +17,11 @@ from torch import Tensor
 
 from trinity_dask.config.schema import OptimizerConfig
 from trinity_dask.models.lora import adapter_parameters, has_adapter
-from trinity_dask.models.protocol import TensorMeta
 from trinity_dask.trainer.model.logprobs import LOGITS_BYTES, Scorer
 from trinity_dask.trainer.model.optimizer import build_optimizer, build_schedule, set_learning_rate
 from trinity_dask.trainer.ranks.gradients import GradientGroup
 from trinity_dask.trainer.ranks.offload import optimizer_to_device, to_device
 from trinity_dask.trainer.ranks.parallel import is_sharded, like, whole
-from trinity_dask.weights.buckets import lay_out
 
 
 class TrainableModel:
@@ -58,14 +56,13 @@ class TrainableModel:
         self.autocast = autocast
         self.logits_bytes = logits_bytes
         self.sharded = is_sharded(module)
-        self._named: dict[str, Any] = (
+        self.named: dict[str, Any] = (
             adapter_parameters(module) if has_adapter(module) else dict(module.named_parameters())
         )
         self.base_lr = optimizer_cfg.lr
         self.schedule = build_schedule(optimizer_cfg, total_steps)
         self.optimizer = build_optimizer(optimizer_cfg, module.parameters())
         self.device = next(module.parameters()).device
-        self._laid_out: Optional[tuple[Sequence[TensorMeta], int]] = None
         self._offload = offload
         self._resident = 1  # depth of on_device
         if offload:
@@ -122,13 +119,13 @@ class TrainableModel:
             FloatingPointError: it is not finite; no weight was changed.
         """
         if not self.sharded:  # shards are summed in the backward pass
-            self.group.sum_gradients(self._named.values())
+            self.group.sum_gradients(self.named.values())
         norm = self._clip(step)
         self.optimizer.step()
         return norm
 
     def _clip(self, step: int) -> float:
-        parameters = [p for p in self._named.values() if p.grad is not None]
+        parameters = [p for p in self.named.values() if p.grad is not None]
         total = torch.nn.utils.clip_grad_norm_(parameters, self.grad_clip or math.inf)
         norm = float(whole(total))
         if not math.isfinite(norm):
@@ -145,26 +142,19 @@ class TrainableModel:
 
         Names are those of a saved model; with an adapter, those of peft's file.
         """
-        return {name: parameter.detach() for name, parameter in self._named.items()}
-
-    def lay_out(self, meta: Sequence[TensorMeta], bucket_bytes: int) -> None:
-        """Have the weights lie in memory as they are sent (see
-        :func:`~trinity_dask.weights.buckets.lay_out`). A second call does nothing."""
-        if self._laid_out != (meta, bucket_bytes):
-            lay_out(self._named, meta, bucket_bytes)
-            self._laid_out = (meta, bucket_bytes)
+        return {name: parameter.detach() for name, parameter in self.named.items()}
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every trained weight by name, whole, each stored tensor once.
 
         With shards every rank must iterate to the end: each tensor is gathered when it is due.
         """
-        for name, tensor in self.weight_tensors().items():
-            yield name, whole(tensor)
+        for name, parameter in self.named.items():
+            yield name, whole(parameter.detach())
 
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Optimizer state by name, whole, to be saved with the weights; as full_weights."""
-        for name, parameter in self._named.items():
+        for name, parameter in self.named.items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     yield f"{key}|{name}", whole(value)
@@ -176,7 +166,7 @@ class TrainableModel:
         self.optimizer.state.clear()
         for label, value in tensors.items():
             key, name, *kind = label.split("|")
-            parameter = self._named[name]
+            parameter = self.named[name]
             state = self.optimizer.state[parameter]
             state[key] = int(value) if kind else like(value, parameter).clone()
 
@@ -187,11 +177,11 @@ class TrainableModel:
         Raises:
             ValueError: names or shapes are not the module's.
         """
-        if self._named.keys() != tensors.keys():
+        if self.named.keys() != tensors.keys():
             raise ValueError(
                 f"the checkpoint's {len(tensors)} tensors are not the model's "
-                f"{len(self._named)}; first difference: "
-                f"{sorted(self._named.keys() ^ tensors.keys())[0]!r}"
+                f"{len(self.named)}; first difference: "
+                f"{sorted(self.named.keys() ^ tensors.keys())[0]!r}"
             )
-        for name, parameter in self._named.items():
+        for name, parameter in self.named.items():
             parameter.copy_(like(tensors[name], parameter))

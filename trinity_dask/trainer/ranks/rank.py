@@ -2,16 +2,18 @@
 
 Invariant: everything that touches the model runs in the rank's single thread, in the order
 of the calls, so a save or a send sees the weights between two steps and the worker's event
-loop always answers.
+loop always answers. Where ranks hold shards, the peers of rank 0 run its operations in its
+order.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,9 +23,10 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from trinity_dask.aio import ended
 from trinity_dask.algorithm.table import AlgorithmSpec, resolve_algorithm
 from trinity_dask.buffer.store.row_index import group_codes
-from trinity_dask.cluster.rpc import ActorHandle
+from trinity_dask.cluster.rpc import ActorHandle, ActorLost, rpc
 from trinity_dask.cluster.settled import settle
 from trinity_dask.config.schema import Config
 from trinity_dask.experience.collate import collate
@@ -38,7 +41,6 @@ from trinity_dask.trainer.checkpoints.export import read_engine, write_engine
 from trinity_dask.trainer.checkpoints.hf_export import export_policy
 from trinity_dask.trainer.model.policy_model import autocast_dtype, load_policy, torch_dtype
 from trinity_dask.trainer.model.roles import load_critic, load_reference, load_teacher
-from trinity_dask.trainer.ranks.ensemble import Ensemble
 from trinity_dask.trainer.ranks.gradients import GradientGroup
 from trinity_dask.trainer.ranks.layout import CRITIC, FROZEN, POLICY, any_sharded, shard_all
 from trinity_dask.trainer.ranks.parallel import close_mesh, open_mesh, shard
@@ -56,6 +58,7 @@ from trinity_dask.trainer.step.utilisation import Meter, model_flops, peak_tflop
 from trinity_dask.weights.buckets import (
     Digest,
     WeightGroup,
+    lay_out,
     make_group,
     send,
     tensor_meta,
@@ -66,6 +69,51 @@ from trinity_dask.workflows.loading import load_plugins
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+SETTLE_S = 5.0
+
+
+async def all_or_loss(*work: Awaitable[T]) -> list[T]:
+    """Results in order. The first error ends the wait: the peers of a rank that failed may be
+    waiting for it in a sum. When a rank was lost, that is the error, whatever its peers report.
+    """
+    calls = [asyncio.ensure_future(each) for each in work]
+    try:
+        _, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+        if waiting:  # a peer's broken sum may be seen before the loss that caused it
+            await asyncio.wait(waiting, timeout=SETTLE_S)
+        errors = [error for call in calls if call.done() and (error := call.exception())]
+    finally:
+        await ended(calls)
+    if errors:
+        raise next((e for e in errors if isinstance(e, ActorLost)), errors[0])
+    return [call.result() for call in calls]
+
+
+def on_all_ranks(work: Callable[..., T]) -> Callable[..., Coroutine[Any, Any, T]]:
+    """Make a method an operation: it runs in the rank's thread and, where the ranks hold
+    shards, on every rank, since each tensor then takes all of them.
+
+    Arguments are positional. Rank 0 is the one to call; it has its peers
+    :meth:`~TrainerRank.follow`. A train step may also be called on a peer, for the peer's own
+    metrics.
+    """
+
+    @functools.wraps(work)
+    async def called(rank: TrainerRank, *args: Any) -> T:
+        run = functools.partial(work, rank, *args)
+        if not rank.sharded:
+            return await asyncio.get_running_loop().run_in_executor(rank.thread, run)
+        timeout_s = rank.cfg.trainer.step_timeout_s
+        if rank.rank > 0:  # rank 0 says when
+            return await asyncio.wait_for(rank.followed(args[-1]), timeout_s)
+        async with rank.turn:
+            mine = asyncio.get_running_loop().run_in_executor(rank.thread, run)
+            follow = ("follow", work.__name__, *args)
+            theirs = (rpc(peer, *follow, timeout=timeout_s) for peer in rank.peers)
+            return (await all_or_loss(mine, *theirs))[0]
+
+    return called
 
 
 @dataclass
@@ -80,6 +128,7 @@ class _Loaded:
     weights: Optional[WeightGroup] = None  # to the engines
     generation: int = 0  # of weights, or that is being joined
     step: int = 0  # the train step whose weights these are
+    laid_out: tuple[Any, ...] = ()  # how the weights lie in memory: metadata, bucket size
 
 
 class TrainerRank:
@@ -90,26 +139,35 @@ class TrainerRank:
         self.rank = rank
         self.world_size = world_size
         self.device = "cuda" if cfg.cluster.trainer.gpus_per_worker else "cpu"
+        # whether the ranks hold shards, so that all of them take part in everything
+        self.sharded = any_sharded(cfg) and world_size > 1
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix=f"trainer-{rank}")
+        self.turn = asyncio.Lock()  # of rank 0's operations
+        self.peers: tuple[ActorHandle, ...] = ()
+        self._steps: dict[Any, asyncio.Future[Any]] = {}  # what a peer followed
         self._source = RowSource()
         self._loaded: Optional[_Loaded] = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"trainer-{rank}")
-        self._together = Ensemble(rank, self._run_method, cfg.trainer.step_timeout_s)
         self._shared = SharedFiles()  # what it has written for method memory
 
-    @property
-    def sharded(self) -> bool:
-        """Whether the ranks hold shards, so that all of them take part in everything."""
-        return any_sharded(self.cfg) and self.world_size > 1
-
-    async def _run_method(self, name: str, *args: Any) -> Any:
-        return await self._run(getattr(self, name), *args)
-
     async def follow(self, name: str, *args: Any) -> None:
-        """Rank 0 runs ``name`` and needs this rank's shards."""
-        await self._together.follow(name, *args)
+        """On a peer: rank 0 runs operation ``name`` and needs this rank's shards."""
+        run = functools.partial(getattr(TrainerRank, name).__wrapped__, self, *args)
+        work = asyncio.get_running_loop().run_in_executor(self.thread, run)
+        await asyncio.wait({work})
+        if name == "train_step" and not (waiting := self.followed(args[-1])).done():
+            if (error := work.exception()) is not None:
+                waiting.set_exception(error)
+            else:
+                waiting.set_result(work.result())
+        await work
 
-    async def _run(self, work: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
+    def followed(self, step: Any) -> asyncio.Future[Any]:
+        """On a peer: the result of following train step ``step``, before or after it is there."""
+        if step not in self._steps:
+            self._steps[step] = asyncio.get_running_loop().create_future()
+            for old in list(self._steps)[:-2]:
+                del self._steps[old]
+        return self._steps[step]
 
     @property
     def _now(self) -> _Loaded:
@@ -142,8 +200,13 @@ class TrainerRank:
         Returns:
             Facts for the log: parameters, device, seconds.
         """
-        self._together.begin(self.sharded, peers)
-        return await self._run(self._prepare, master, generation, model_path, checkpoint)
+        self.peers, self.turn = tuple(peers), asyncio.Lock()
+        for waiting in self._steps.values():
+            waiting.cancel()
+        self._steps = {}
+        arguments = (master, generation, model_path, checkpoint)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.thread, self._prepare, *arguments)
 
     def _prepare(
         self, master: str, generation: int, model_path: str, checkpoint: Optional[str]
@@ -226,17 +289,15 @@ class TrainerRank:
         self._loaded = None
         if self.sharded:
             close_mesh()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self.thread.shutdown(wait=False, cancel_futures=True)
 
     # training ---------------------------------------------------------------------------
-    async def train_step(self, train_input: TrainInput, step: int) -> dict[str, float]:
+    @on_all_ranks
+    def train_step(self, train_input: TrainInput, step: int) -> dict[str, float]:
         """Train on this rank's share of the rows; metrics as in :class:`TrainEngine`.
 
         Rank 0 adds ``sample/*`` of all rows. ``time/*`` in seconds, ``tokens`` of this rank.
         """
-        return await self._together.call("_train_step", train_input, step)
-
-    def _train_step(self, train_input: TrainInput, step: int) -> dict[str, float]:
         start = time.perf_counter()
         engine = self._now.engine
         self._now.step = step
@@ -265,15 +326,10 @@ class TrainerRank:
         return metrics
 
     # checkpoints ------------------------------------------------------------------------
-    async def save_checkpoint(
-        self, job_dir: str, step: int, state: dict[str, Any], save_hf: bool
-    ) -> str:
+    @on_all_ranks
+    def save_checkpoint(self, job_dir: str, step: int, state: dict[str, Any], save_hf: bool) -> str:
         """Write ``global_step_<step>`` (called on rank 0 only); its path."""
-        return await self._together.call("_save", job_dir, step, state, save_hf)
-
-    def _save(self, job_dir: str, step: int, state: dict[str, Any], save_hf: bool) -> str:
         now = self._now
-
         if self.rank > 0:
             write_engine(now.engine.trainables, None)
             return ""
@@ -291,11 +347,6 @@ class TrainerRank:
         return str(write_checkpoint(job_dir, step, state, fill, keep))
 
     # weights ----------------------------------------------------------------------------
-    def _weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        dtype = torch_dtype(self.cfg.model.dtype)
-        for name, tensor in self._now.engine.policy.full_weights():
-            yield name, tensor.to(dtype)
-
     async def weight_meta(self) -> tuple[TensorMeta, ...]:
         """Names, wire dtypes and shapes, in sending order: the model, or only its adapter."""
         named = self._now.engine.policy.weight_tensors()
@@ -332,62 +383,52 @@ class TrainerRank:
         if group is not None:
             group.close()
 
-    async def send_weights(self, update: WeightUpdate) -> WeightReceipt:
+    @on_all_ranks
+    def send_weights(self, update: WeightUpdate) -> WeightReceipt:
         """Broadcast the current weights to the open weight group."""
-        group = self._now.weights
-        if group is None or group.generation != update.generation:
-            raise RuntimeError(
-                f"weight group generation {update.generation} is not open on trainer rank "
-                f"{self.rank} (open: {group and group.generation}); form it again"
-            )
+        start = time.perf_counter()
+        now, group = self._now, self._now.weights
+        layout = (update.meta, update.bucket_bytes)
+        if now.laid_out != layout:
+            lay_out(now.engine.policy.named, *layout)
+            now.laid_out = layout
+        named = now.engine.policy.full_weights()
+        if group is not None and group.generation == update.generation:
+            digest = send(group, named, *layout)
+        else:
+            digest = Digest()
+            for _ in named:  # the others' shards need this rank's
+                pass
+            if self.rank == 0:
+                raise RuntimeError(
+                    f"weight group generation {update.generation} is not open on trainer rank "
+                    f"{self.rank} (open: {group and group.generation}); form it again"
+                )
+        seconds = time.perf_counter() - start
+        return WeightReceipt(update.version, digest.value, digest.n_bytes, seconds, now.step)
 
-        return await self._together.call("_send", update)
-
-    def _send(self, update: WeightUpdate) -> WeightReceipt:
-        policy, group = self._now.engine.policy, self._now.weights
-        policy.lay_out(update.meta, update.bucket_bytes)
-        named = policy.full_weights()
-        if group is None:  # a peer, or closed meanwhile: the shards are wanted all the same
-            return self._timed(lambda: _gather(named), update.version)
-        return self._timed(
-            lambda: send(group, named, update.meta, update.bucket_bytes), update.version
-        )
-
-    async def write_weights(
+    @on_all_ranks
+    def write_weights(
         self, path: str, version: int, storage_options: Optional[dict[str, Any]] = None
     ) -> WeightReceipt:
         """Write the current weights to a file, or an fsspec URL, that appears whole."""
-        return await self._together.call("_write", path, version, storage_options)
-
-    def _write(
-        self, path: str, version: int, storage_options: Optional[dict[str, Any]]
-    ) -> WeightReceipt:
-        named = self._weights()
-        if self.rank > 0:
-            return self._timed(lambda: _gather(named), version)
-        if self.cfg.synchronizer.sync_method == "memory":
-            return self._timed(lambda: self._shared.write(path, named), version)
-        return self._timed(lambda: write_weights(path, named, storage_options), version)
-
-    async def probe_logprobs(
-        self, sequences: list[list[int]], temperature: float = 1.0
-    ) -> list[np.ndarray]:
-        """Per sequence the log-prob of every token after the first: float32."""
-
-        return await self._together.call("_probe", sequences, temperature)
-
-    def _probe(self, sequences: list[list[int]], temperature: float) -> list[np.ndarray]:
-        return self._now.engine.sequence_logprobs(sequences, temperature)
-
-    def _timed(self, work: Callable[[], Digest], version: int) -> WeightReceipt:
         start = time.perf_counter()
-        digest = work()
+        dtype = torch_dtype(self.cfg.model.dtype)
+        named = ((name, t.to(dtype)) for name, t in self._now.engine.policy.full_weights())
+        digest = Digest()
+        if self.sharded and self.rank > 0:
+            for _ in named:  # rank 0 needs this rank's shards
+                pass
+        elif self.cfg.synchronizer.sync_method == "memory":
+            digest = self._shared.write(path, named)
+        else:
+            digest = write_weights(path, named, storage_options)
         seconds = time.perf_counter() - start
         return WeightReceipt(version, digest.value, digest.n_bytes, seconds, self._now.step)
 
-
-def _gather(named: Iterable[tuple[str, torch.Tensor]]) -> Digest:
-    """Take part in gathering every tensor, and keep none."""
-    for _ in named:
-        pass
-    return Digest()
+    @on_all_ranks
+    def probe_logprobs(
+        self, sequences: list[list[int]], temperature: float = 1.0
+    ) -> list[np.ndarray]:
+        """Per sequence the log-prob of every token after the first: float32."""
+        return self._now.engine.sequence_logprobs(sequences, temperature)

@@ -21,13 +21,12 @@ from trinity_dask.cluster.actors import (
 from trinity_dask.cluster.rpc import ActorHandle, ActorLost, rpc
 from trinity_dask.cluster.slots import trainer_slot
 from trinity_dask.config.schema import Config
-from trinity_dask.trainer.ranks.rank import TrainerRank
+from trinity_dask.trainer.ranks.rank import TrainerRank, all_or_loss
 
 log = logging.getLogger("trinity_dask.trainer")
 
 CALL_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 10.0
-SETTLE_S = 5.0
 
 
 class RanksFailed(RuntimeError):
@@ -147,32 +146,6 @@ class RankPool:
         return await rpc(self._refs[rank].handle, method, *args, timeout=timeout_s)
 
     async def call_all(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        """Call every rank at once; results in rank order.
-
-        The first error ends the wait: the peers of a rank that failed may be waiting for
-        it in a sum. When a rank was lost, that is the error, whatever its peers report.
-        """
-        calls = [
-            asyncio.ensure_future(self.call(rank, method, *args, timeout_s=timeout_s))
-            for rank in range(self.world_size)
-        ]
-        try:
-            done, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
-            if any(call.exception() for call in done):
-                await self._settle(waiting)
-            errors = [error for call in calls if (error := _error(call)) is not None]
-        finally:
-            for call in calls:
-                call.cancel()
-        if errors:
-            raise next((e for e in errors if isinstance(e, ActorLost)), errors[0])
-        return [call.result() for call in calls]
-
-    async def _settle(self, waiting: set[asyncio.Task[Any]]) -> None:
-        """Give the true cause a moment: a peer's broken sum may arrive before the loss."""
-        if waiting:
-            await asyncio.wait(waiting, timeout=SETTLE_S, return_when=asyncio.ALL_COMPLETED)
-
-
-def _error(call: asyncio.Task[Any]) -> Optional[BaseException]:
-    return call.exception() if call.done() and not call.cancelled() else None
+        """Call every rank at once; results in rank order, errors as of :func:`all_or_loss`."""
+        calls = (rpc(handle, method, *args, timeout=timeout_s) for handle in self.handles)
+        return await all_or_loss(*calls)
