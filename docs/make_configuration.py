@@ -22,8 +22,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 from generated_page import marker, renewed, write_page  # noqa: E402  (beside this script)
 
 from trinity_dask.config import schema  # noqa: E402  (the package is one level up)
-from trinity_dask.config.keys import DERIVED, STAGE_KEYS, Kind, fields_of  # noqa: E402
-from trinity_dask.config.limits import CHOICES, RANGES  # noqa: E402
+from trinity_dask.config.fields import Kind, fields_of  # noqa: E402
 from trinity_dask.config.paths import groups  # noqa: E402
 
 PAGE = Path(__file__).with_name("configuration.md")
@@ -85,7 +84,7 @@ def _rows(section: type) -> Iterator[str]:
             f"`{name}`",
             _type(kind),
             _default(getattr(default, name), kind),
-            _allowed(section, name),
+            ", ".join(f"`{choice}`" for choice in kind.choices) or str(kind.range or ""),
             _meaning(section, name, notes.get(name, "")),
         )
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
@@ -116,19 +115,14 @@ def _default(value: Any, kind: Kind) -> str:
     return f"`{value}`"
 
 
-def _allowed(section: type, name: str) -> str:
-    if (section, name) in CHOICES:
-        return ", ".join(f"`{choice}`" for choice in CHOICES[section, name])
-    return str(RANGES.get((section, name), ""))
-
-
 def _meaning(section: type, name: str, note: str) -> str:
-    if section is schema.Config and name in DERIVED:
-        return f"derived; not to be set. {note}".strip()
+    if section is schema.Config and name in schema.DERIVED:
+        return f"derived; not to be set. {note}"
     if section is schema.Config and name == "stages":
-        return f"one entry per stage, each with: {', '.join(f'`{key}`' for key in STAGE_KEYS)}"
-    choices = CHOICES.get((section, name), ())
-    return "" if note == " | ".join(choices) else note
+        return (
+            f"one entry per stage, each with: {', '.join(f'`{key}`' for key in schema.STAGE_KEYS)}"
+        )
+    return note
 
 
 def comments(section: type) -> dict[str, str]:

@@ -25,7 +25,7 @@ from trinity_dask.algorithm.rollout_correction import (
 )
 from trinity_dask.config import algorithms
 from trinity_dask.config.derive import resolve_config
-from trinity_dask.config.limits import CHOICES
+from trinity_dask.config.fields import choices_of
 from trinity_dask.config.schema import AlgorithmConfig, Config, RolloutCorrectionConfig
 from trinity_dask.workflows.loading import load_callable
 
@@ -413,10 +413,10 @@ def test_the_configuration_knows_the_same_types():
     assert {n: s.repeat_times for n, s in specs.items()} == algorithms.REPEAT_TIMES
     offline = {n for n, s in specs.items() if s.schema != "experience"}
     assert offline == set(algorithms.OFFLINE_TYPES)
-    modes = CHOICES[AlgorithmConfig, "loss_agg_mode"]
+    modes = choices_of(AlgorithmConfig, "loss_agg_mode")
     assert set(modes) == set(ALL_MODES)
-    assert set(CHOICES[RolloutCorrectionConfig, "mode"]) == set(CORRECTION_MODES)
-    assert set(CHOICES[RolloutCorrectionConfig, "sequence_filter"]) == set(FILTERS)
+    assert set(choices_of(RolloutCorrectionConfig, "mode")) == set(CORRECTION_MODES)
+    assert set(choices_of(RolloutCorrectionConfig, "sequence_filter")) == set(FILTERS)
     ours, theirs = asdict(RolloutCorrection()), asdict(RolloutCorrectionConfig())
     assert ours == theirs
 

@@ -11,9 +11,10 @@ from omegaconf import OmegaConf
 
 from trinity_dask.cli import main
 from trinity_dask.cli import run as run_command
-from trinity_dask.cli.record import MAX_LABEL, job_label
-from trinity_dask.cli.score import best_column, final_score
+from trinity_dask.cli.jobs import best_column, final_score
+from trinity_dask.cli.run import MAX_LABEL, job_label
 from trinity_dask.config import Config
+from trinity_dask.run import Run
 
 TINY = "+experiment=sort_digits_tiny"
 # the smallest sound job: one stage
@@ -45,11 +46,11 @@ def jobs(monkeypatch, tmp_path):
     seen: list[Config] = []
     codes: list[int] = []
 
-    def note(config: Config, overrides: list[str]) -> int:
-        seen.append(config)
+    def note(run: Run) -> int:
+        seen.append(run.cfg)
         return codes.pop(0) if codes else 0
 
-    monkeypatch.setattr(run_command, "_run", note)
+    monkeypatch.setattr(run_command, "follow", note)
     seen_and_codes = seen, codes
     return seen_and_codes
 

@@ -6,35 +6,35 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_dask.config.nearest import distance, hint, nearest
+from trinity_dask.config.errors import hint, nearest
 
-WORDS = st.text("abcd_", max_size=8)
+NAMES = ["max_timeout_s", "batch_timeout_s", "name", "sync_interval", "learning_rate"]
 
 
 @pytest.mark.parametrize(
-    ("left", "right", "slips"),
+    ("wrong", "right"),
     [
-        ("", "abc", 3),
-        ("lr", "lr", 0),
-        ("lrr", "lr", 1),
-        ("batch_sise", "batch_size", 1),
-        ("bacth", "batch", 1),
-        ("kitten", "sitting", 3),
+        ("lrr", "lr"),
+        ("batch_sise", "batch_size"),
+        ("bacth", "batch"),
+        ("Batch-Size", "batch_size"),
+        ("exper", "experiment"),
     ],
 )
-def test_the_distance_counts_single_slips(left, right, slips):
-    assert distance(left, right) == slips
+def test_a_slip_a_spelling_and_a_beginning_are_near(wrong, right):
+    assert nearest(wrong, ["lr", "batch", "batch_size", "experiment"]) == right
 
 
-@given(WORDS, WORDS)
-def test_the_distance_is_symmetric_and_bounded(left, right):
-    assert distance(left, right) == distance(right, left)
-    assert abs(len(left) - len(right)) <= distance(left, right) <= max(len(left), len(right))
-    assert (distance(left, right) == 0) == (left == right)
+@given(st.sampled_from(NAMES), st.data())
+def test_one_dropped_doubled_or_swapped_letter_is_near(name, data):
+    i = data.draw(st.integers(0, len(name) - 2))
+    swapped = name[:i] + name[i + 1] + name[i] + name[i + 2 :]
+    for wrong in (name[:i] + name[i + 1 :], name[: i + 1] + name[i:], swapped):
+        assert nearest(wrong, NAMES) == name
 
 
 def test_the_nearest_is_near():
-    assert nearest("max_timeot_s", ["max_timeout_s", "batch_timeout_s"]) == "max_timeout_s"
+    assert nearest("max_timeot_s", NAMES) == "max_timeout_s"
     assert nearest("Max-Timeout", ["max_timeout_s", "name"]) == "max_timeout_s"
     assert nearest("zebra", ["max_timeout_s", "name"]) is None
     assert nearest("x", []) is None

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from trinity_dask.config.checks import tasksets, train_tasksets
 from trinity_dask.config.derive import resolve_config
 from trinity_dask.config.schema import (
     BufferConfig,
@@ -14,7 +15,6 @@ from trinity_dask.config.schema import (
     SelectorConfig,
     TasksetConfig,
 )
-from trinity_dask.config.taskset_checks import tasksets, train_tasksets
 
 
 def config(*sets: TasksetConfig, operators: tuple[str, ...] = (), **source: Any) -> Config:

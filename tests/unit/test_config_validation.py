@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from trinity_dask.config import Config, ConfigError, checks, resolve, split_stages, validate
-from trinity_dask.config.keys import all_keys, fields_of
-from trinity_dask.config.limits import CHOICES, RANGES, Range
+from trinity_dask.config.fields import Range, all_keys, fields_of
 from trinity_dask.config.schema import TasksetConfig
 
 STORE = "buffer.trainer_input.experience_buffer"
@@ -65,27 +64,28 @@ def test_the_sound_ones_are_sound():
     assert problems(grpo(mode="explore")) == []
 
 
+@pytest.mark.parametrize("key", ["trainer__grad_clip", "critic__grad_clip"])
+def test_no_clipping_is_written_as_zero(key):
+    assert problems(grpo(**{key: 0.0})) == []
+    assert "must be >= 0" in problems(grpo(**{key: -1.0}))[0]
+
+
 def test_every_number_has_a_range():
-    sections = {type(Config())} | {k.section or k.item for _, k in all_keys()} - {None}
+    sections = {type(Config())} | {k.section or k.item for _, k in all_keys(Config)} - {None}
     for section in sections:
         for name, kind in fields_of(section).items():
             text = str(kind.annotation)
             is_number = kind.is_value and ("int" in text or "float" in text) and "dict" not in text
-            assert is_number == ((section, name) in RANGES), f"{section.__name__}.{name}"
-
-
-def test_every_limit_belongs_to_a_key():
-    for section, name in [*RANGES, *CHOICES]:
-        assert name in fields_of(section)
+            assert is_number == (kind.range is not None), f"{section.__name__}.{name}"
 
 
 @pytest.mark.parametrize(
     ("limit", "inside", "outside"),
     [
-        (Range(low=1), [1, 10**12], [0, -1]),
-        (Range(above=0, high=1), [1e-9, 1], [0, 1.01, math.nan, math.inf]),
-        (Range(low=1, also=-1), [1, -1], [0, -2]),
-        (Range(low=0, below=1), [0, 0.99], [1, -0.1]),
+        (Range(ge=1), [1, 10**12], [0, -1]),
+        (Range(gt=0, le=1), [1e-9, 1], [0, 1.01, math.nan, math.inf]),
+        (Range(ge=1, also=-1), [1, -1], [0, -2]),
+        (Range(ge=0, lt=1), [0, 0.99], [1, -0.1]),
     ],
 )
 def test_a_range_is_what_it_says(limit, inside, outside):
@@ -94,8 +94,8 @@ def test_a_range_is_what_it_says(limit, inside, outside):
 
 
 def test_a_range_is_written_as_a_reader_would():
-    assert str(Range(above=0, high=1)) == "> 0 and <= 1"
-    assert str(Range(low=1, also=-1)) == ">= 1, or -1"
+    assert str(Range(gt=0, le=1)) == "> 0 and <= 1"
+    assert str(Range(ge=1, also=-1)) == ">= 1, or -1"
 
 
 @pytest.mark.parametrize(
@@ -377,7 +377,6 @@ def test_weights_go_where_their_method_can_put_them(method, path, message):
     ],
 )
 def test_trainer_options_that_do_not_go_together(changes, message):
-    from trinity_dask.config import trainer_checks
     from trinity_dask.config.schema import Config
 
     cfg = Config()
@@ -387,8 +386,8 @@ def test_trainer_options_that_do_not_go_together(changes, message):
         for name in path:
             section = getattr(section, name)
         setattr(section, last, value)
-    checks = (trainer_checks.schedule, trainer_checks.parallel, trainer_checks.lora)
-    assert message in "\n".join(text for check in checks for text in check(cfg))
+    rules = (checks.schedule, checks.parallel, checks.lora)
+    assert message in "\n".join(text for check in rules for text in check(cfg))
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from typing import Optional
 
 from trinity_dask import __version__
-from trinity_dask.config.errors import EXIT_CODE, ConfigError
-from trinity_dask.config.nearest import hint
+from trinity_dask.config.errors import EXIT_CODE, ConfigError, hint
 
-EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
+EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 
 #: command -> what it is for; the module of the same name in this package has ``main(args)``
 COMMANDS = {
@@ -48,13 +47,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         nearest = hint(args[0], list(COMMANDS))
         print(f"error: unknown command {args[0]!r}; {nearest}", file=sys.stderr)
         return EXIT_CODE
-    return _call(args[0], args[1:])
-
-
-def _call(command: str, args: list[str]) -> int:
-    module = importlib.import_module(f"{__name__}.{command}")
     try:
-        return int(module.main(args))
+        return int(importlib.import_module(f"{__name__}.{args[0]}").main(args[1:]))
     except ConfigError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)

@@ -2,157 +2,128 @@
 
 Invariant: a configuration that cannot run is refused before anything starts, in a sweep
 for every swept value. A failed job of a sweep does not stop the others; an interrupt does.
-The exit code is the worst of all jobs.
+The exit code is the worst of all jobs; it is 0 only for runs that ended ``done``. The first
+Ctrl-C (or SIGTERM) asks the run to save its state and exits 130, a second one does not wait.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
+import re
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Optional
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Optional
 
 import hydra
 from hydra._internal.utils import get_args_parser  # hydra.main has no other way to see its flags
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from trinity_dask.cli.help import help_text
-from trinity_dask.cli.record import job_label, record_overrides
-from trinity_dask.cli.score import final_score
+from trinity_dask.cli import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
+from trinity_dask.cli.jobs import final_score
 from trinity_dask.config.compose import VERSION_BASE, compose_tree, finish, register_schema
 from trinity_dask.config.errors import ConfigError
-from trinity_dask.config.explain import HYDRA_ERRORS, explain
+from trinity_dask.config.hints import (
+    ADDED_GROUPS,
+    HYDRA_ERRORS,
+    check_overrides,
+    explain,
+    single_values,
+)
 from trinity_dask.config.job_dir import is_finished, stage_file
-from trinity_dask.config.overrides import single_values
-from trinity_dask.config.paths import conf_dir
+from trinity_dask.config.paths import conf_dir, groups
 from trinity_dask.config.schema import Config
 from trinity_dask.launcher.job_lock import is_locked
 from trinity_dask.run.names import check_names
 
+if TYPE_CHECKING:
+    from trinity_dask.run import Run
+
 PROGRAM = "trinity-dask run"
-EXIT_INTERRUPTED = 130
 FULL_ERROR = "HYDRA_FULL_ERROR"
+EXIT_CODES = {"done": EXIT_DONE, "failed": EXIT_FAILED, "interrupted": EXIT_INTERRUPTED}
+REFRESH_S = 1.0
+MAX_LABEL = 60
+
+# made from the names of the preset files alone, so that it is there at once
+HELP = """\
+usage: trinity-dask run [FLAG ...] [OVERRIDE ...]
+
+Fine-tune a language model by reinforcement on Dask: presets, and keys set over them.
+
+Groups (group=option; with a leading + where shown):
+{groups}
+
+Overrides:
+  key=value       set a key (stages.0.key=value: in the first stage only)
+  ++key=value     the same where no preset mentions the key
+  +group=name     add a preset
+
+Flags:
+  --cfg job       show the configuration        --info defaults  show where it comes from
+  --multirun, -m  a sweep: one run per value    --config-dir DIR more presets of your own
+  --hydra-help    every flag of Hydra
+
+Examples:
+  trinity-dask run +experiment=sort_digits               the demo: sft, then grpo
+  trinity-dask run +experiment=sort_digits engine=torch  with the embedded sampler
+  trinity-dask run +experiment=sort_digits cluster.rollout.n_workers=2 seed=7
+  trinity-dask run +experiment=sort_digits seed=1,2,3 --multirun
+  trinity-dask validate +experiment=sort_digits          check it, run nothing
+
+Every key with its type, default and range: docs/configuration.md
+Exit codes: 0 done, 1 failed, 2 bad configuration, 130 interrupted (state saved)."""
 
 
 class JobFailed(RuntimeError):
     """One job of a sweep ended with a non-zero exit code."""
 
 
-@dataclass
-class Session:
-    """What one call of the command knows: the fixed overrides and the exit codes so far."""
-
-    fixed: list[str]
-    sweeping: bool
-    codes: list[int] = field(default_factory=list)
-
-    def run_job(self, tree: DictConfig) -> Optional[float]:
-        """Run one composed configuration to its end; returns what a sweeper may optimise."""
-        overrides = [str(item) for item in HydraConfig.get().overrides.task]
-        label = self._label(overrides)
-        config, warnings = finish(tree, overrides, label)
-        for message in warnings:
-            print(f"warning: {message}", file=sys.stderr)
-        if not _has_record(config):
-            record_overrides(str(config.job_dir), tree, HydraConfig.get(), overrides)
-        self._end_job(_run(config, overrides), label)
-        return final_score(str(config.job_dir))
-
-    def _label(self, overrides: Sequence[str]) -> Optional[str]:
-        if not self.sweeping:
-            return None
-        swept = [item for item in overrides if item not in self.fixed]
-        label = job_label(HydraConfig.get().job.num, swept)
-        print(f"== job {label}", flush=True)
-        return label
-
-    def _end_job(self, code: int, label: Optional[str]) -> None:
-        self.codes.append(code)
-        if code == EXIT_INTERRUPTED:
-            raise KeyboardInterrupt
-        if code != 0 and label is not None:
-            raise JobFailed(f"job {label} ended with exit code {code}")
-
-
-def _has_record(config: Config) -> bool:
-    """A job that runs or has run keeps the record of its own command."""
-    job, stages = str(config.job_dir), len(config.stages) or 1
-    joins = config.mode == "bench" or (config.mode == "explore" and Path(job).is_dir())
-    return joins or is_locked(job) or is_finished(job, stages, stage_file(config))
-
-
-def _run(config: Config, overrides: Sequence[str]) -> int:
-    from trinity_dask.run import run_from_cli  # torch and dask, only for a sound configuration
-
-    return int(run_from_cli(config, overrides))
-
-
 def main(args: Sequence[str]) -> int:
     """The command; ``args`` are Hydra's flags and overrides in any order."""
-    flags = parse_flags(args)
+    parser = get_args_parser()
+    parser.prog = PROGRAM
+    flags = parser.parse_intermixed_args(list(args))
     if flags.help:
         print(help_text(flags.config_dir))
         return 0
-    sweeping = flags.multirun or "hydra.mode=MULTIRUN" in flags.overrides
-    check_first(flags, sweeping)
-    session = Session(fixed=_fixed(flags.overrides), sweeping=sweeping)
-    try:
-        with _hydra_arguments([*_without(args, flags.overrides), *flags.overrides]):
-            _hydra_main(session)
-    except HYDRA_ERRORS as error:
-        raise ConfigError(explain(error)) from error
-    except JobFailed as error:
-        print(f"error: {error}", file=sys.stderr)
-        return max(session.codes)
-    return max(session.codes, default=0)
-
-
-def parse_flags(args: Sequence[str]) -> argparse.Namespace:
-    """Hydra's own flags, with overrides allowed between and after them."""
-    parser = get_args_parser()
-    parser.prog = PROGRAM
-    return parser.parse_intermixed_args(list(args))
-
-
-def check_first(flags: argparse.Namespace, sweeping: bool) -> None:
-    """Refuse what cannot run: keys and options always, values when something is to run."""
-    if flags.hydra_help or flags.shell_completion or flags.experimental_rerun:
-        return
-    if flags.config_path is not None:
-        raise ConfigError(
-            f"--config-path={flags.config_path} would replace the presets; add a directory of "
-            "your own with --config-dir"
-        )
-    only_shows = flags.cfg is not None or flags.info is not None
-    for overrides in single_values(flags.overrides) if sweeping else [list(flags.overrides)]:
-        tree = compose_tree(overrides, flags.config_name or "config", flags.config_dir)
-        if not only_shows:
-            check_names(finish(tree, overrides)[0])
-
-
-def _fixed(overrides: Sequence[str]) -> list[str]:
-    """The overrides that are the same for every job of a sweep."""
-    first, *others = single_values(overrides)
-    return [item for item in first if all(item in other for other in others)]
-
-
-def _without(args: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """The flags alone; ``--`` has served its purpose."""
-    return [item for item in args if item not in overrides and item != "--"]
-
-
-def _hydra_main(session: Session) -> None:
-    register_schema()
+    session = Session(sweeping=flags.multirun or "hydra.mode=MULTIRUN" in flags.overrides)
+    if not (flags.hydra_help or flags.shell_completion or flags.experimental_rerun):
+        session.check_first(flags)
 
     def job(tree: DictConfig) -> Optional[float]:
         return session.run_job(tree)
 
-    hydra.main(version_base=VERSION_BASE, config_path=str(conf_dir()), config_name="config")(job)()
+    register_schema()
+    known = {"version_base": VERSION_BASE, "config_path": str(conf_dir()), "config_name": "config"}
+    only_flags = [item for item in args if item not in flags.overrides and item != "--"]
+    try:
+        with _hydra_arguments([*only_flags, *flags.overrides]):
+            hydra.main(**known)(job)()
+    except HYDRA_ERRORS as error:
+        raise ConfigError(explain(error)) from error
+    except JobFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+    if session.refused is not None:
+        raise session.refused
+    return max(session.codes, default=0)
+
+
+def help_text(config_dir: Optional[str] = None) -> str:
+    """Usage, the groups with their options, and examples."""
+    known = groups(config_dir)
+    named = {f"+{name}" if name in ADDED_GROUPS else name: known[name] for name in sorted(known)}
+    width = max(map(len, named))
+    lines = [f"  {name:{width}}  {', '.join(options)}" for name, options in named.items()]
+    return HELP.format(groups="\n".join(lines))
 
 
 @contextmanager
@@ -168,3 +139,163 @@ def _hydra_arguments(args: Sequence[str]) -> Iterator[None]:
         os.environ.pop(FULL_ERROR)
         if full is not None:
             os.environ[FULL_ERROR] = full
+
+
+@dataclass
+class Session:
+    """What one call of the command knows: what all its jobs share, and how they ended."""
+
+    sweeping: bool
+    fixed: list[str] = field(default_factory=list)  # overrides that all jobs of a sweep have
+    codes: list[int] = field(default_factory=list)
+    refused: Optional[ConfigError] = None
+
+    def check_first(self, flags: argparse.Namespace) -> None:
+        """Refuse what cannot run before Hydra composes it: unknown keys and options; of a sweep
+        every swept value, since its first job must not start when the last one cannot."""
+        if flags.config_path is not None:
+            raise ConfigError(
+                f"--config-path={flags.config_path} would replace the presets; add a directory of "
+                "your own with --config-dir"
+            )
+        only_shows = flags.cfg is not None or flags.info is not None
+        if not self.sweeping and not only_shows:
+            check_overrides(flags.overrides, flags.config_dir)
+            return
+        jobs = list(single_values(flags.overrides)) if self.sweeping else [flags.overrides]
+        self.fixed = [item for item in jobs[0] if all(item in other for other in jobs)]
+        for overrides in jobs:
+            tree = compose_tree(overrides, flags.config_name or "config", flags.config_dir)
+            if not only_shows:
+                check_names(finish(tree, overrides)[0])
+
+    def run_job(self, tree: DictConfig) -> Optional[float]:
+        """Run one composed configuration to its end; returns what a sweeper may optimise."""
+        overrides, label = [str(item) for item in HydraConfig.get().overrides.task], None
+        if self.sweeping:
+            swept = [item for item in overrides if item not in self.fixed]
+            label = job_label(HydraConfig.get().job.num, swept)
+            print(f"== job {label}", flush=True)
+        try:
+            config, warnings = finish(tree, overrides, label)
+            check_names(config)
+        except ConfigError as error:
+            if self.sweeping:
+                raise
+            self.refused = error  # Hydra would print a line of its own about it
+            return None
+        for message in warnings:
+            print(f"warning: {message}", file=sys.stderr)
+        if not _has_record(config):
+            record_overrides(str(config.job_dir), tree, HydraConfig.get(), overrides)
+        from trinity_dask.run import Run  # torch and dask, only for a sound configuration
+
+        code = follow(Run(config, checked=True))
+        self.codes.append(code)
+        if code == EXIT_INTERRUPTED:
+            raise KeyboardInterrupt
+        if code != EXIT_DONE and label is not None:
+            raise JobFailed(f"job {label} ended with exit code {code}")
+        return final_score(str(config.job_dir))
+
+
+def job_label(number: int, swept: Sequence[str]) -> str:
+    """The directory of one job of a sweep: its number and its values.
+
+    Since the values are part of it, the same sweep called again resumes its jobs and a
+    changed sweep does not resume others' jobs.
+    """
+    text = ",".join(item.lstrip("+~") for item in swept)
+    short = re.sub(r"[^\w.,=+-]", "-", text)
+    if len(short) > MAX_LABEL or short != text:
+        short = f"{short[:MAX_LABEL]}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+    return f"{number}_{short}" if short else str(number)
+
+
+def _has_record(config: Config) -> bool:
+    """A job that runs or has run keeps the record of its own command."""
+    job, stages = str(config.job_dir), len(config.stages) or 1
+    joins = config.mode == "bench" or (config.mode == "explore" and Path(job).is_dir())
+    return joins or is_locked(job) or is_finished(job, stages, stage_file(config))
+
+
+def record_overrides(
+    job_dir: str, tree: DictConfig, hydra_config: Any, overrides: Sequence[str]
+) -> None:
+    """Write ``<job>/.hydra``: the files every Hydra user expects, ``config.yaml`` as composed."""
+    folder = Path(job_dir) / ".hydra"
+    folder.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(tree, folder / "config.yaml")
+    OmegaConf.save(OmegaConf.create(list(overrides)), folder / "overrides.yaml")
+    OmegaConf.save(OmegaConf.create({"hydra": hydra_config}), folder / "hydra.yaml")
+
+
+# one run in the terminal ----------------------------------------------------------------
+def follow(run: Run) -> int:
+    """Take ``run`` to its end in the terminal: progress, signals, results; the exit code."""
+    from trinity_dask.monitor.progress import Progress
+
+    interrupts = _Interrupts(run)
+    before = {s: signal.signal(s, interrupts) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        run.start()
+        with Progress(run.cfg.monitor.progress) as progress:
+            status = run.status
+            while status["state"] not in EXIT_CODES and interrupts.count < 2:
+                status = run.wait_for_change(int(status["version"]), REFRESH_S)
+                progress.update({**status, "dashboard": run.dashboard_link})
+        run.close()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if status["state"] not in EXIT_CODES:
+        status = {**status, "state": "interrupted", "message": "left without waiting"}
+    return _finished(run, status)
+
+
+class _Interrupts:
+    """Counts SIGINT and SIGTERM; the first stops the run, the second gives up waiting."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.count = 0
+
+    def __call__(self, number: int, frame: Optional[FrameType]) -> None:
+        self.count += 1
+        name = signal.Signals(number).name
+        if self.count == 1:
+            print(f"\n{name}: saving the state; once more to leave without it", file=sys.stderr)
+            # a handler must not block: the call goes over the network
+            threading.Thread(target=self.run.stop, args=(f"interrupted by {name}",)).start()
+
+
+def _finished(run: Run, status: dict[str, Any]) -> int:
+    code = EXIT_CODES[status["state"]]
+    if isinstance(run.error, ConfigError):
+        code = ConfigError.exit_code
+    if status.get("stage") or code == EXIT_DONE:  # a run that never began has nothing to show
+        _print_results(run)
+    if status.get("accounts"):
+        print("accounts: " + ", ".join(f"{k} {v}" for k, v in status["accounts"].items()))
+    if code == EXIT_DONE and status.get("message"):
+        print(status["message"])
+    if code not in (EXIT_DONE, EXIT_INTERRUPTED):
+        print(f"error: {status.get('message')}", file=sys.stderr)
+    if code == EXIT_FAILED and status.get("stage"):
+        print(f"logs: {run.base_dir}/log; the same command resumes", file=sys.stderr)
+    return code
+
+
+def _print_results(run: Run) -> None:
+    """What a benchmark found, or else what the job did and where everything is."""
+    from rich.console import Console
+
+    from trinity_dask.monitor.report import bench_table, build_report, print_report
+
+    if run.cfg.mode != "bench":
+        print_report(build_report(run.base_dir))
+        return
+    table = bench_table(run.base_dir)
+    if table is not None:
+        Console(highlight=False).print(table)
+    print(f"results: {run.base_dir}/**/benchmark_meta.json")

@@ -8,12 +8,16 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from trinity_dask.cli import CommandError
-from trinity_dask.cli.jobs import saved_stages
+from trinity_dask.cli.jobs import best_column, saved_stages
 from trinity_dask.config.schema import Config
+
+if TYPE_CHECKING:
+    from trinity_dask.run import Run
 
 _ADDRESS = re.compile(r"([a-z]+://)?[\w.\-\[\]:]+:\d+")
 CONNECT_TIMEOUT_S = 10.0
@@ -22,7 +26,9 @@ CONNECT_TIMEOUT_S = 10.0
 def main(args: Sequence[str]) -> int:
     flags = _parser().parse_args(list(args))
     if not Path(flags.target).is_dir() and _ADDRESS.fullmatch(flags.target):
-        lines = _live(flags.target, flags.name)
+        with attached(flags.target, flags.name) as run:
+            status = run.wait_for_change(0, CONNECT_TIMEOUT_S)
+            lines = [f"run {run.run_id} in {run.base_dir}", *status_lines(status)]
     else:
         lines = [line for stage in saved_stages(flags.target) for line in stage_lines(stage)]
     print("\n".join(lines))
@@ -36,7 +42,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _live(address: str, name: Optional[str]) -> list[str]:
+@contextmanager
+def attached(address: str, name: Optional[str]) -> Iterator[Run]:
+    """The live run at ``address``; it is left running.
+
+    Raises:
+        CommandError: nobody answers there, or there is no such run.
+    """
     import dask
 
     from trinity_dask.run import Run
@@ -47,8 +59,7 @@ def _live(address: str, name: Optional[str]) -> list[str]:
     except (OSError, LookupError) as error:
         raise CommandError(f"{address}: {error}") from error
     try:
-        status = run.wait_for_change(0, CONNECT_TIMEOUT_S)
-        return [f"run {run.run_id} in {run.base_dir}", *status_lines(status)]
+        yield run
     finally:
         run.close()
 
@@ -99,7 +110,6 @@ def _checkpoint_lines(stage: Config) -> Iterator[str]:
 
 
 def _metric_lines(stage: Config) -> Iterator[str]:
-    from trinity_dask.cli.score import best_column
     from trinity_dask.monitor.history import load_metrics
 
     frame = load_metrics(str(stage.job_dir))

@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Optional
 
 from trinity_dask.cli import CommandError
-from trinity_dask.cli.status import CONNECT_TIMEOUT_S
+from trinity_dask.cli.status import attached
 
 
 def main(args: Sequence[str]) -> int:
     flags = _parser().parse_args(list(args))
-    print(_stop(flags.address, flags.name, flags.timeout_s))
+    with attached(flags.address, flags.name) as run:
+        run.stop("stopped by command")
+        try:
+            run.wait(flags.timeout_s)
+        except TimeoutError as error:
+            raise CommandError(
+                f"{run.run_id} has not ended after {flags.timeout_s:g} s: {error}"
+            ) from error
+        print(f"run {run.run_id} has ended; its state is in {run.base_dir}")
     return 0
 
 
@@ -26,23 +33,3 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--name", help="job name or run id, when an address has several runs")
     parser.add_argument("--timeout-s", type=float, default=300.0, help="seconds to wait for it")
     return parser
-
-
-def _stop(address: str, name: Optional[str], timeout_s: float) -> str:
-    import dask
-
-    from trinity_dask.run import Run
-
-    try:
-        with dask.config.set({"distributed.comm.timeouts.connect": f"{CONNECT_TIMEOUT_S}s"}):
-            run = Run.attach(address, name)
-    except (OSError, LookupError) as error:
-        raise CommandError(f"{address}: {error}") from error
-    try:
-        run.stop("stopped by command")
-        run.wait(timeout_s)
-    except TimeoutError as error:
-        raise CommandError(f"{run.run_id} has not ended after {timeout_s:g} s: {error}") from error
-    finally:
-        run.close()
-    return f"run {run.run_id} has ended; its state is in {run.base_dir}"

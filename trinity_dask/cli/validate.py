@@ -9,8 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from trinity_dask.config.compose import compose_tree, finish
-from trinity_dask.config.files import to_yaml
+from trinity_dask.config.compose import compose_tree, finish, to_yaml
 from trinity_dask.config.schema import Config
 from trinity_dask.config.stages import split_stages
 from trinity_dask.run.names import check_names

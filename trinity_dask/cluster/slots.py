@@ -8,7 +8,7 @@ task would wait for a port that nobody listens on.
 
 from __future__ import annotations
 
-from trinity_dask.config.schema import ClusterConfig, GroupConfig
+from trinity_dask.config.schema import DEFAULT_THREADS, ClusterConfig, GroupConfig
 
 CONTROL = "control"
 ROLLOUT = "rollout"
@@ -21,7 +21,6 @@ PREFIX = "slot:"
 # A label is an address, not a quantity: creating an actor takes one unit for the time its
 # ``__init__`` runs, and that must never make the next one wait.
 LABEL_AMOUNT = 1e6
-DEFAULT_THREADS = {CONTROL: 8, ROLLOUT: 256, TRAINER: 4, RUNNER: 1}
 
 
 def slot_resource(slot: str) -> str:

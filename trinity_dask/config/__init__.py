@@ -14,21 +14,16 @@ from trinity_dask.config.errors import ConfigError, ConfigWarning
 from trinity_dask.config.schema import Config
 
 if TYPE_CHECKING:
-    from trinity_dask.config.compose import compose_tree, load_config, resolve
-    from trinity_dask.config.files import from_yaml, save, to_yaml
+    from trinity_dask.config.compose import (
+        compose_tree,
+        from_yaml,
+        load_config,
+        resolve,
+        save,
+        to_yaml,
+        validate,
+    )
     from trinity_dask.config.stages import split_stages
-    from trinity_dask.config.validation import validate
-
-_LAZY = {
-    "compose_tree": "compose",
-    "load_config": "compose",
-    "resolve": "compose",
-    "from_yaml": "files",
-    "save": "files",
-    "to_yaml": "files",
-    "split_stages": "stages",
-    "validate": "validation",
-}
 
 __all__ = [
     "Config",
@@ -46,6 +41,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+    if name in __all__:
+        module = "stages" if name == "split_stages" else "compose"
+        return getattr(importlib.import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,35 +8,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from typing import Optional
 
 from trinity_dask.config import modes
 from trinity_dask.config.algorithms import GROUP_TYPES, OFFLINE_TYPES
-from trinity_dask.config.limits import SINKS
-from trinity_dask.config.name_checks import part_names
-from trinity_dask.config.nearest import hint
-from trinity_dask.config.schema import Config, GroupConfig
-from trinity_dask.config.sync_checks import synchronizer
-from trinity_dask.config.taskset_checks import tasksets, train_tasksets
-from trinity_dask.config.trainer_checks import lora, parallel, schedule, short_for_warmup
+from trinity_dask.config.errors import hint
+from trinity_dask.config.schema import DEFAULT_THREADS, SINKS, Config, TasksetConfig
 
 _ENGINE = "explorer.rollout_model"
 _STORE = "buffer.trainer_input.experience_buffer"
 _TASKS = "buffer.explorer_input"
 _MEMORY = re.compile(r"0|auto|\d+(\.\d+)?\s*([kKMGT]i?)?B?|0?\.\d+")
 _ADDRESS = re.compile(r"([a-z]+://)?[^\s/]+:\d+")
+# names of parts are parts of file names: <name>_meta.json, <name>_config.yaml and <name>.lock of
+# the reserved ones are something else's
+_COMPONENT = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
+_RESERVED = ("bench", "benchmark", "run", "stage", "synchronizer")
+_ALLOWED = "letters, digits, '_', '-' and '.' (not first)"
 _CALLABLE = re.compile(r"[\w./-]+(:\w+|\.\w+)")
-
-
-def explores(config: Config) -> bool:
-    return modes.explores(config.mode)
-
-
-def trains(config: Config) -> bool:
-    return modes.trains(config.mode)
-
-
-def samples(config: Config) -> bool:
-    return modes.samples(config.mode)
 
 
 def names(config: Config) -> Iterator[str]:
@@ -83,16 +72,13 @@ def cluster(config: Config) -> Iterator[str]:
             f"cluster.control.n_workers={section.control.n_workers}: there is exactly one control "
             "worker; set it to 1"
         )
-    for name in ("control", "rollout", "trainer", "runner"):
-        yield from _group(name, getattr(section, name))
-
-
-def _group(name: str, group: GroupConfig) -> Iterator[str]:
-    if not _MEMORY.fullmatch(group.memory_limit):
-        yield (
-            f"cluster.{name}.memory_limit={group.memory_limit!r} is not a size; write 0 for no "
-            "limit, auto, or a size as 8GB"
-        )
+    for name in DEFAULT_THREADS:
+        limit = getattr(section, name).memory_limit
+        if not _MEMORY.fullmatch(limit):
+            yield (
+                f"cluster.{name}.memory_limit={limit!r} is not a size; write 0 for no "
+                "limit, auto, or a size as 8GB"
+            )
 
 
 def monitor(config: Config) -> Iterator[str]:
@@ -122,7 +108,7 @@ def lengths(config: Config) -> Iterator[str]:
         section.max_prompt_tokens,
         section.max_response_tokens,
     )
-    if not samples(config):
+    if not modes.samples(config.mode):
         return
     if total is None or prompt is None or response is None:
         yield (
@@ -146,7 +132,7 @@ def algorithm(config: Config) -> Iterator[str]:
     section, store = config.algorithm, config.buffer.trainer_input.experience_buffer
     kind = section.algorithm_type
     if kind in OFFLINE_TYPES:
-        if explores(config):
+        if modes.explores(config.mode):
             yield f"mode={config.mode} cannot run algorithm_type={kind}: set mode=train"
         elif store.storage_type != "file":
             yield (
@@ -158,7 +144,7 @@ def algorithm(config: Config) -> Iterator[str]:
             f"{_STORE}.storage_type=file holds SFT rows, which {kind} cannot "
             "train on: set it to store, or algorithm.algorithm_type=sft"
         )
-    if kind in GROUP_TYPES and section.advantage_fn is None and explores(config):
+    if kind in GROUP_TYPES and section.advantage_fn is None and modes.explores(config.mode):
         yield from _group_size(config)
 
 
@@ -199,7 +185,7 @@ def support(config: Config) -> Iterator[str]:
     """The trainer's softmax is over all tokens; a ratio to a narrower sampler is not 1 at lag 0."""
     section = config.algorithm
     uses_ratio = section.bypass_old_logprobs or section.rollout_correction.mode != "none"
-    if trains(config) and explores(config) and uses_ratio:
+    if modes.trains(config.mode) and modes.explores(config.mode) and uses_ratio:
         for setting in _restricted(config):
             name = setting.partition("=")[0]
             off = "1.0" if name == "top_p" else "-1"
@@ -212,7 +198,7 @@ def support(config: Config) -> Iterator[str]:
 
 def temperature(config: Config) -> Iterator[str]:
     """Sampler and trainer must mean the same distribution."""
-    if not explores(config):
+    if not modes.explores(config.mode):
         return
     for key, taskset in train_tasksets(config):
         value = taskset.rollout_args.temperature
@@ -230,7 +216,7 @@ def temperature(config: Config) -> Iterator[str]:
 
 
 def engine(config: Config) -> Iterator[str]:
-    if not samples(config):
+    if not modes.samples(config.mode):
         return
     section, group = config.explorer.rollout_model, config.cluster.rollout
     size, gpus = section.tensor_parallel_size, group.gpus_per_worker
@@ -247,13 +233,16 @@ def engine(config: Config) -> Iterator[str]:
 
 
 def workers(config: Config) -> Iterator[str]:
-    for group, needed in (("rollout", samples(config)), ("trainer", trains(config))):
+    for group, needed in (
+        ("rollout", modes.samples(config.mode)),
+        ("trainer", modes.trains(config.mode)),
+    ):
         if needed and getattr(config.cluster, group).n_workers < 1:
             yield (
                 f"cluster.{group}.n_workers=0: mode={config.mode} needs at least one {group} "
                 f"worker; set cluster.{group}.n_workers=1"
             )
-    on_runners = samples(config) and config.explorer.run_on == "runner"
+    on_runners = modes.samples(config.mode) and config.explorer.run_on == "runner"
     if on_runners and config.cluster.runner.n_workers < 1:
         yield (
             "explorer.run_on=runner: there is no runner worker; set "
@@ -262,7 +251,7 @@ def workers(config: Config) -> Iterator[str]:
 
 
 def train_rows(config: Config) -> Iterator[str]:
-    if not trains(config):
+    if not modes.trains(config.mode):
         return
     rows, store = config.buffer.train_batch_size, config.buffer.trainer_input.experience_buffer
     if store.storage_type == "file":
@@ -297,13 +286,13 @@ def timeouts(config: Config) -> Iterator[str]:
 def warnings(config: Config) -> Iterator[str]:
     """What runs, but probably not as meant."""
     yield from short_for_warmup(config)
-    if trains(config) and explores(config) and not list(support(config)):
+    if modes.trains(config.mode) and modes.explores(config.mode) and not list(support(config)):
         for setting in _restricted(config):
             yield (
                 f"model.{setting}: the policy is sampled from a narrower distribution than the one "
                 "that is trained"
             )
-    if explores(config):
+    if modes.explores(config.mode):
         for key, taskset in train_tasksets(config):
             if not taskset.reward_fn:
                 yield f"{key}.reward_fn is not set: the workflow itself must give rewards"
@@ -354,6 +343,220 @@ def meeting(config: Config) -> Iterator[str]:
             "which continue_from_checkpoint=false and rerun_finished=true may change: leave both "
             "out and set another name= on both sides (synchronizer.peer_timeout_s=0 runs alone)"
         )
+
+
+def part_names(config: Config) -> Iterator[str]:
+    """Of the explorer, the trainer and the experience buffer."""
+    explorer, trainer = config.explorer.name, config.trainer.name
+    buffer = config.buffer.trainer_input.experience_buffer.name
+    yield from _name_problems("explorer.name", explorer, (*_RESERVED, "trainer"), "explorer1")
+    yield from _name_problems("trainer.name", trainer, _RESERVED, "trainer")
+    yield from _name_problems(f"{_STORE}.name", buffer, (), "experience")
+    if explorer == trainer and explorer != "trainer":  # that one is told already
+        yield (
+            f"explorer.name={explorer!r} is trainer.name too, and both write files of that name; "
+            "give one of them another name"
+        )
+
+
+def _name_problems(key: str, value: str, reserved: tuple[str, ...], example: str) -> Iterator[str]:
+    if not _COMPONENT.fullmatch(value):
+        yield (
+            f"{key}={value!r} is not a name: it becomes part of file names, so it is made of "
+            f"{_ALLOWED}, as {key}={example}"
+        )
+    elif value in reserved:
+        yield (
+            f"{key}={value!r} is reserved, as are {', '.join(reserved)}: files of that name are "
+            f"written by another part; choose another one of {_ALLOWED}, as {key}={example}"
+        )
+
+
+def weight_path(config: Config) -> Iterator[str]:
+    """Only method ``checkpoint`` has a place of its own choice, and its scheme must be known."""
+    sync = config.synchronizer
+    if sync.path is None:
+        return
+    if sync.sync_method != "checkpoint":
+        yield (
+            f"synchronizer.path={sync.path!r} has no meaning with synchronizer.sync_method="
+            f"{sync.sync_method}; set sync_method=checkpoint, or leave it out"
+        )
+    scheme, separator, _ = sync.path.partition("://")
+    if not separator:
+        return
+    import fsspec
+
+    try:
+        fsspec.get_filesystem_class(scheme)
+    except (ValueError, ImportError) as error:
+        yield (
+            f"synchronizer.path={sync.path!r}: {error}; use a directory, or a scheme whose fsspec "
+            "package is installed (s3:// needs s3fs)"
+        )
+
+
+def synchronizer(config: Config) -> Iterator[str]:
+    yield from weight_path(config)
+    if not (modes.explores(config.mode) and modes.trains(config.mode)):
+        return
+    sync = config.synchronizer
+    capacity = config.buffer.trainer_input.experience_buffer.capacity_batches
+    ahead = sync.sync_interval + sync.sync_offset
+    if sync.sync_style == "fixed" and capacity < ahead:
+        yield (
+            f"{_STORE}.capacity_batches={capacity} is below "
+            f"synchronizer.sync_interval={sync.sync_interval} + "
+            f"synchronizer.sync_offset={sync.sync_offset}: in style fixed the explorer commits "
+            f"that many batches before the trainer may go on; set it to {ahead} or more"
+        )
+    least = ahead - 1
+    if sync.max_staleness is not None and sync.max_staleness < least:
+        yield (
+            f"synchronizer.max_staleness={sync.max_staleness} cannot be kept: weights move every "
+            f"synchronizer.sync_interval={sync.sync_interval} steps"
+            + (f", {sync.sync_offset} batches late" if sync.sync_offset else "")
+            + f"; set it to {least} or more, or lower the interval"
+        )
+    if sync.sync_offset and sync.sync_style == "fully_async":
+        yield (
+            f"synchronizer.sync_offset={sync.sync_offset} has no meaning in style fully_async, "
+            "which has no boundaries; leave it out"
+        )
+    if sync.in_flight == "wait" and sync.in_flight_timeout_s >= sync.sync_timeout_s:
+        yield (
+            f"synchronizer.in_flight_timeout_s={sync.in_flight_timeout_s:g} must be below "
+            f"synchronizer.sync_timeout_s={sync.sync_timeout_s:g}: an update that waits for its "
+            "requests has to end before the transfer is given up"
+        )
+
+
+def tasksets(config: Config) -> Iterator[str]:
+    if not modes.samples(config.mode):
+        return
+    source = config.buffer.explorer_input
+    if modes.explores(config.mode):
+        yield from _train_tasksets(config)
+    seen: set[str] = set()
+    for index, taskset in enumerate(source.eval_tasksets):
+        key = f"{_TASKS}.eval_tasksets.{index}"
+        yield from _taskset(key, taskset)
+        if taskset.name in seen:
+            yield f"{key}.name={taskset.name!r} is taken by an earlier one; give it another name"
+        seen.add(taskset.name or "")
+
+
+def train_tasksets(config: Config) -> Iterator[tuple[str, TasksetConfig]]:
+    """The train tasksets with their keys."""
+    source = config.buffer.explorer_input
+    if not source.tasksets:
+        yield f"{_TASKS}.taskset", source.taskset
+    for index, taskset in enumerate(source.tasksets):
+        yield f"{_TASKS}.tasksets.{index}", taskset
+
+
+def _train_tasksets(config: Config) -> Iterator[str]:
+    source = config.buffer.explorer_input
+    if source.tasksets and source.taskset.path:
+        yield (
+            f"{_TASKS}.taskset.path={source.taskset.path} and {_TASKS}.tasksets are both set; put "
+            "all train tasksets into tasksets, or leave tasksets empty"
+        )
+    learns = False
+    for key, taskset in train_tasksets(config):
+        yield from _taskset(key, taskset)
+        selector = taskset.data_selector
+        learns = learns or selector.selector_type == "difficulty_based"
+        wanted = {"difficulty_based": 2, "offline_easy2hard": 1}.get(selector.selector_type, 0)
+        if len(selector.feature_keys) < wanted:
+            yield (
+                f"{key}.data_selector.feature_keys={selector.feature_keys}: selector_type="
+                f"{selector.selector_type} needs {wanted} number columns of the file"
+            )
+    if learns and not any(o.name == "pass_rate_calculator" for o in config.buffer.operators):
+        yield (
+            f"{_TASKS}: selector_type=difficulty_based learns from pass rates: add the operator "
+            "pass_rate_calculator to buffer.operators, before those that drop rows"
+        )
+
+
+def _taskset(key: str, taskset: TasksetConfig) -> Iterator[str]:
+    if not taskset.path:
+        yield f"{key}.path is empty: set it to a file of tasks, as {key}.path=tasks.jsonl"
+    if not taskset.workflow:
+        yield f"{key}.workflow is empty: name a workflow, as {key}.workflow=simple_workflow"
+
+
+def schedule(config: Config) -> Iterator[str]:
+    """A schedule that decays has to know its last step."""
+    if not modes.trains(config.mode) or _total_steps(config) is not None:
+        return
+    for key, optimizer in (
+        ("algorithm.optimizer", config.algorithm.optimizer),
+        ("critic.optimizer", config.critic.optimizer),
+    ):
+        if optimizer.lr_scheduler_type != "constant":
+            yield (
+                f"{key}.lr_scheduler_type={optimizer.lr_scheduler_type} ends at a step that is not "
+                "known: set trainer.total_steps (or buffer.total_steps), or constant"
+            )
+
+
+def short_for_warmup(config: Config) -> Iterator[str]:
+    """Runs all the same: a few steps of a longer recipe are a fair trial of it."""
+    steps, total = config.algorithm.optimizer.lr_warmup_steps, _total_steps(config)
+    if modes.trains(config.mode) and total is not None and steps > total:
+        yield (
+            f"algorithm.optimizer.lr_warmup_steps={steps} is more than the {total} steps of the "
+            "run: the learning rate never reaches algorithm.optimizer.lr"
+        )
+
+
+def _total_steps(config: Config) -> Optional[int]:
+    return config.trainer.total_steps or config.buffer.total_steps
+
+
+def parallel(config: Config) -> Iterator[str]:
+    """What shards cannot do."""
+    if not modes.trains(config.mode):
+        return
+    own = config.trainer.parallel.strategy
+    strategies = {
+        "trainer.parallel.strategy": own,
+        "trainer.frozen_strategy": config.trainer.frozen_strategy,
+        "critic.strategy": config.critic.strategy,
+    }
+    sharded = [key for key, strategy in strategies.items() if strategy == "fsdp2"]
+    if sharded and config.cluster.trainer.n_workers < 2:
+        yield (
+            f"{sharded[0]}=fsdp2 with cluster.trainer.n_workers="
+            f"{config.cluster.trainer.n_workers} has nothing to share: raise n_workers, or use ddp"
+        )
+    for key, strategy, optimizer in (
+        ("algorithm", own, config.algorithm.optimizer),
+        ("critic", config.critic.strategy or own, config.critic.optimizer),
+    ):
+        if strategy == "fsdp2" and optimizer.optimizer_type == "adamw8bit":
+            yield (
+                f"{key}.optimizer.optimizer_type=adamw8bit cannot hold shards: set it to adamw, or "
+                "the model's strategy to ddp"
+            )
+
+
+def lora(config: Config) -> Iterator[str]:
+    """An adapter needs something to sit on, and engines that can hold it."""
+    section = config.model.lora
+    if section.rank == 0:
+        if section.path is not None:
+            yield (
+                f"model.lora.path={section.path} has no effect with model.lora.rank=0: set the "
+                "adapter's rank, or leave the path out"
+            )
+        return
+    if not section.target_modules:
+        yield "model.lora.target_modules is empty: name linear layers, or write [all-linear]"
+    if config.explorer.rollout_model.engine_type == "vllm" and section.rank > 512:
+        yield f"model.lora.rank={section.rank} is more than vLLM serves: 512 or less"
 
 
 Check = Callable[[Config], Iterator[str]]

@@ -1,7 +1,8 @@
-"""From presets and overrides to one typed configuration.
+"""From presets and overrides, or from a file, to one typed configuration.
 
 Invariant: what :func:`load_config` returns has only known keys, values of the right type
-and range, and every derived key filled in. Needs Hydra, neither torch nor dask.
+and range, and every derived key filled in. ``from_yaml(save(cfg))`` is equal to ``cfg``; a
+file appears complete or not at all. Needs Hydra, neither torch nor dask.
 """
 
 from __future__ import annotations
@@ -11,21 +12,24 @@ import functools
 import os
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Optional, cast
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from trinity_dask.config import checks
 from trinity_dask.config.derive import resolve_config
 from trinity_dask.config.errors import ConfigError, ConfigWarning, raise_if
-from trinity_dask.config.explain import HYDRA_ERRORS, explain
-from trinity_dask.config.overrides import check_overrides, check_shadowed
+from trinity_dask.config.fields import values
+from trinity_dask.config.hints import HYDRA_ERRORS, check_overrides, explain, find_unknown, parse
 from trinity_dask.config.paths import conf_dir
 from trinity_dask.config.schema import Config
-from trinity_dask.config.unknown import find_unknown
-from trinity_dask.config.validation import validate
+from trinity_dask.config.stages import setting_stages, split_stages, stage_problems
+from trinity_dask.files import write_text
 
 VERSION_BASE = "1.3"
 
@@ -58,40 +62,31 @@ def compose_tree(
     return tree
 
 
-def _raise_if_missing(tree: DictConfig) -> None:
-    """A preset's ``???``, which a merge over the schema would turn into the default."""
-    raise_if([f"{key} must be set: add {key}=..." for key in sorted(OmegaConf.missing_keys(tree))])
-
-
 def check_tree(tree: DictConfig) -> None:
     """Refuse keys that do not exist, wherever in the tree they are."""
-    raise_if(find_unknown(cast(dict[str, Any], OmegaConf.to_container(tree, resolve=False))))
+    plain = cast(dict[str, Any], OmegaConf.to_container(tree, resolve=False))
+    raise_if(list(find_unknown(plain)))
 
 
 def to_config(tree: DictConfig) -> Config:
     """The typed configuration of a composed tree, interpolations resolved, nothing derived."""
     check_tree(tree)
     try:
-        _raise_if_missing(tree)
-        typed = _typed(tree)
+        # before a merge over the schema turns a preset's ??? into the default
+        missing = sorted(OmegaConf.missing_keys(tree))
+        raise_if([f"{key} must be set: add {key}=..." for key in missing])
+        if OmegaConf.get_type(tree) is Config:
+            typed = copy.deepcopy(tree)
+        else:
+            typed = cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config), tree))
         root = OmegaConf.select(typed, "checkpoint_root_dir")
-        # before interpolations that contain it are resolved, so that they become absolute too
-        OmegaConf.update(typed, "checkpoint_root_dir", absolute(root))
+        if "://" not in root:
+            # before interpolations that contain it are resolved, so that they are absolute too
+            root = os.path.abspath(os.path.expanduser(root))
+            OmegaConf.update(typed, "checkpoint_root_dir", root)
         return cast(Config, OmegaConf.to_object(typed))
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error)) from error
-
-
-def _typed(tree: DictConfig) -> DictConfig:
-    """A copy that has all keys and their types; a composed tree has them from ``schema``."""
-    if OmegaConf.get_type(tree) is Config:
-        return copy.deepcopy(tree)
-    return cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config), tree))
-
-
-def absolute(path: str) -> str:
-    """An absolute local path; a URL stays as it is, for validation to refuse."""
-    return path if "://" in path else os.path.abspath(os.path.expanduser(path))
 
 
 def resolve(cfg: DictConfig | Config) -> Config:
@@ -101,6 +96,37 @@ def resolve(cfg: DictConfig | Config) -> Config:
     (:func:`trinity_dask.config.stages.split_stages`).
     """
     return resolve_config(cfg if isinstance(cfg, Config) else to_config(cfg))
+
+
+def validate(config: Config) -> list[str]:
+    """Check a resolved configuration, all its stages included; returns the warnings.
+
+    Raises:
+        ConfigError: all problems at once, one line each with the key, the value, what is
+            allowed and the fix.
+    """
+    if not config.stages:
+        raise_if(_problems(config, checks.STAGE_CHECKS + checks.RUN_CHECKS))
+        return list(checks.warnings(config))
+    raise_if(_problems(config, checks.RUN_CHECKS) or list(stage_problems(config)))
+    problems, found = list[str](), list[str]()
+    for stage in split_stages(config):
+        name = f"stage {stage.stage_name!r}"
+        problems += [f"{name}: {line}" for line in _problems(stage, checks.STAGE_CHECKS)]
+        found += [f"{name}: {line}" for line in checks.warnings(stage)]
+    raise_if(problems)
+    return found
+
+
+def _problems(config: Config, rules: tuple[checks.Check, ...]) -> list[str]:
+    """Ranges first; relations between values only when each value is sound."""
+    found = [kind.problem(key, getattr(at, name)) for key, kind, at, name in values(config)]
+    lines = [line for line in found if line is not None]
+    # without those that only repeat another: rollout_args inherit from model, seeds from seed
+    lines = [line for line in lines if ".rollout_args." not in line] or lines
+    if any(line.startswith("seed=") for line in lines):
+        lines = [line for line in lines if ".seed=" not in line]
+    return lines or [line for rule in rules for line in rule(config)]
 
 
 def finish(
@@ -118,7 +144,29 @@ def finish(
     if subdir is not None:
         config.name = f"{config.name}/{subdir}"
     config = resolve_config(config)
-    return config, validate(config) + check_shadowed(config, overrides)
+    return config, validate(config) + _shadowed(config, overrides)
+
+
+def _shadowed(config: Config, overrides: Sequence[str]) -> list[str]:
+    """Warnings for overrides that some stages do not see because they set the key themselves.
+
+    Raises:
+        ConfigError: an override that no stage sees.
+    """
+    useless, partial = list[str](), list[str]()
+    numbered = ", ".join(f"{i} is {s.get('stage_name')}" for i, s in enumerate(config.stages))
+    for item in map(parse, overrides if config.stages else ()):
+        key = item.key_or_group
+        names = [] if config.mode == "bench" and key == "mode" else setting_stages(config, key)
+        if names and len(names) == len(config.stages):
+            useless.append(
+                f"{item.input_line} has no effect: every stage sets {key}; "
+                f"override it per stage, as stages.0.{key}=... ({numbered})"
+            )
+        elif names:
+            partial.append(f"{item.input_line} does not apply to stage {', '.join(names)}")
+    raise_if(useless)
+    return partial
 
 
 def load_config(*overrides: str) -> Config:
@@ -133,3 +181,33 @@ def load_config(*overrides: str) -> Config:
     for message in messages:
         warnings.warn(message, ConfigWarning, stacklevel=2)
     return config
+
+
+# files --------------------------------------------------------------------------------
+def to_yaml(cfg: Config) -> str:
+    """Every key with its value, in the order of the dataclasses."""
+    return OmegaConf.to_yaml(OmegaConf.structured(cfg))
+
+
+def save(cfg: Config, path: str | os.PathLike[str]) -> Path:
+    """Write ``cfg`` to ``path``, whole or not at all; parent directories are made."""
+    write_text(Path(path), to_yaml(cfg))
+    return Path(path)
+
+
+def from_yaml(path: str | os.PathLike[str]) -> Config:
+    """Read a saved or hand-written configuration; keys it lacks keep their defaults.
+
+    Raises:
+        ConfigError: the file is missing, not YAML, or has unknown keys or wrong types.
+    """
+    try:
+        tree = OmegaConf.load(os.fspath(path))
+    except FileNotFoundError as error:
+        raise ConfigError(f"no configuration file {os.fspath(path)!r}") from error
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{os.fspath(path)} is not a YAML configuration: {reason}") from error
+    if not isinstance(tree, DictConfig):
+        raise ConfigError(f"{os.fspath(path)} holds a list; a configuration is a mapping")
+    return to_config(cast(DictConfig, tree))

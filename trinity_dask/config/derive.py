@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import copy
 import os
-from typing import Any
 
 from trinity_dask.config import job_dir, modes
 from trinity_dask.config.algorithms import repeat_times
-from trinity_dask.config.keys import fields_of
-from trinity_dask.config.limits import canonical
+from trinity_dask.config.fields import values
 from trinity_dask.config.schema import (
+    DEFAULT_THREADS,
     AlgorithmConfig,
     Config,
     GroupConfig,
@@ -24,17 +23,25 @@ from trinity_dask.config.schema import (
 )
 
 ENGINE_SHARE, COLOCATED_SHARE = 0.9, 0.25  # of a GPU's memory, for an engine
-DEFAULT_THREADS = {"control": 8, "rollout": 256, "trainer": 4, "runner": 1}
 
 
 def resolve_config(cfg: Config) -> Config:
     """A copy with choices spelled canonically and every derived key filled in."""
     config = copy.deepcopy(cfg)
-    _canonical_choices(config)
-    _names(config)
+    for _, kind, section, name in values(config):
+        value = getattr(section, name)
+        if kind.choices and isinstance(value, str):
+            word = kind.aliases.get(value.lower(), value.lower())
+            setattr(section, name, word if word in kind.choices else value)
+    if "://" not in config.checkpoint_root_dir:
+        config.checkpoint_root_dir = os.path.abspath(os.path.expanduser(config.checkpoint_root_dir))
+    if config.job_dir is None:
+        config.name, config.job_dir = job_dir.choose(config)
     if config.stages:  # each stage derives its own values from base + stage
         return config
-    _threads(config)
+    for name, nthreads in DEFAULT_THREADS.items():
+        group: GroupConfig = getattr(config.cluster, name)
+        group.nthreads = nthreads if group.nthreads is None else group.nthreads
     _lengths(config.model)
     _explorer(config)
     _algorithm(config.algorithm)
@@ -42,35 +49,6 @@ def resolve_config(cfg: Config) -> Config:
     _tasksets(config)
     _trainer(config)
     return config
-
-
-def _canonical_choices(config: Any) -> None:
-    section: type = type(config)
-    for name, kind in fields_of(section).items():
-        value = getattr(config, name)
-        if kind.section is not None:
-            _canonical_choices(value)
-        elif kind.item is not None:
-            for item in value:
-                _canonical_choices(item)
-        else:
-            setattr(config, name, canonical(section, name, value))
-
-
-def _names(config: Config) -> None:
-    root = config.checkpoint_root_dir
-    if "://" not in root:
-        config.checkpoint_root_dir = os.path.abspath(os.path.expanduser(root))
-    if config.job_dir is not None:
-        return
-    config.name, config.job_dir = job_dir.choose(config)
-
-
-def _threads(config: Config) -> None:
-    for name, nthreads in DEFAULT_THREADS.items():
-        group: GroupConfig = getattr(config.cluster, name)
-        if group.nthreads is None:
-            group.nthreads = nthreads
 
 
 def _lengths(model: ModelConfig) -> None:

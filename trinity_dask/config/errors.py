@@ -1,4 +1,4 @@
-"""The one exception of a bad configuration.
+"""The one exception of a bad configuration, and the hint in its message.
 
 Invariant: the message names the key, the value, what is allowed and the fix; a command
 that sees it exits with :data:`EXIT_CODE`.
@@ -6,7 +6,9 @@ that sees it exits with :data:`EXIT_CODE`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import Optional
 
 EXIT_CODE = 2
 
@@ -25,3 +27,28 @@ def raise_if(problems: Sequence[str]) -> None:
     """Raise one error that lists all ``problems``, if there are any."""
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def nearest(name: str, valid: Iterable[str]) -> Optional[str]:
+    """The valid name a user most likely meant, or None; case and hyphens make no difference."""
+    plain = {item.lower().replace("-", "_"): item for item in valid}
+    word = name.lower().replace("-", "_")
+    cutoff = 0.6 if len(word) > 3 else 0.5  # one slip is much in a short word
+    close = difflib.get_close_matches(word, plain, n=5, cutoff=cutoff)
+    # a letter that was doubled, dropped or swapped is likelier than a wrong one
+    close.sort(key=lambda item: (-_likeness(word, item), len(set(word) ^ set(item)), item))
+    begun = [item for item in plain if len(word) > 2 and item.startswith(word)]
+    return plain[(close or begun)[0]] if close or begun else None
+
+
+def _likeness(word: str, item: str) -> float:
+    return difflib.SequenceMatcher(None, item, word).ratio()
+
+
+def hint(name: str, valid: Sequence[str], shown: int = 20) -> str:
+    """``did you mean 'x'?``, or the list of what is allowed."""
+    found = nearest(name, valid)
+    if found is not None:
+        return f"did you mean {found!r}?"
+    rest = f", ... ({len(valid)} in all)" if len(valid) > shown else ""
+    return f"allowed: {', '.join(valid[:shown])}{rest}"

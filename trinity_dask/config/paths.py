@@ -1,4 +1,4 @@
-"""Where the presets are.
+"""Where the presets are, and which there are.
 
 Invariant: the same ``conf/`` is found in a checkout (next to the package) and in an
 installed wheel (inside the package).
@@ -7,6 +7,7 @@ installed wheel (inside the package).
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Optional
 
 from trinity_dask.config.errors import ConfigError
 
@@ -25,9 +26,13 @@ def conf_dir() -> Path:
     )
 
 
-def groups() -> dict[str, list[str]]:
-    """Group name -> its options, sorted."""
+def groups(config_dir: Optional[str] = None) -> dict[str, list[str]]:
+    """Group name -> its options, sorted; with those of a directory of the user's."""
+    if config_dir is not None and not Path(config_dir).is_dir():
+        raise ConfigError(f"--config-dir={config_dir}: there is no such directory")
     found: dict[str, list[str]] = {}
-    for folder in sorted(path for path in conf_dir().iterdir() if path.is_dir()):
-        found[folder.name] = sorted(path.stem for path in folder.glob("*.yaml"))
+    for home in (conf_dir(), *([Path(config_dir)] if config_dir else [])):
+        for folder in sorted(path for path in home.iterdir() if path.is_dir()):
+            options = (path.stem for path in folder.glob("*.yaml"))
+            found[folder.name] = sorted({*found.get(folder.name, []), *options})
     return found

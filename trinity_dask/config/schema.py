@@ -1,8 +1,8 @@
-"""Every configuration key, its type and its default, in one place.
+"""Every configuration key, its type, default, limits and meaning, in one place.
 
 Invariant: this module imports neither torch nor dask, and a key that is not a field
-here does not exist. YAML presets in ``conf/`` only give values to these fields; ranges
-and cross-field rules live in :mod:`trinity_dask.config.validation`.
+here does not exist. YAML presets in ``conf/`` only give values to these fields; rules
+between fields are in :mod:`trinity_dask.config.checks`.
 
 Units are part of the name (``_s`` seconds, ``_tokens``, ``_bytes``, ``_mb``). ``None``
 means "derived": validation fills it in, and the saved ``config.yaml`` shows the value.
@@ -13,7 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
+from trinity_dask.config.algorithms import ALGORITHM_TYPES
+from trinity_dask.config.fields import setting
+from trinity_dask.config.modes import MODES
 from trinity_dask.config.schema_buffer import (
+    MAX_SEED,
     BufferConfig,
     ExperienceBufferConfig,
     ExplorerInputConfig,
@@ -56,21 +60,47 @@ __all__ = [
     "TrainerInputConfig",
 ]
 
+DTYPES = ("float32", "bfloat16")
+STRATEGIES = ("ddp", "fsdp2")
+# Dask threads of a worker of each group where nthreads is None
+DEFAULT_THREADS = {"control": 8, "rollout": 256, "trainer": 4, "runner": 1}
+SINKS = ("console", "jsonl", "tensorboard", "wandb", "mlflow")
+#: filled by resolve; refused as an override
+DERIVED = ("job_dir", "stage_name")
+#: what a stage may change besides its name; the cluster and the names belong to the run
+STAGE_KEYS = (
+    "stage_name",
+    "mode",
+    "seed",
+    "algorithm",
+    "model",
+    "buffer",
+    "explorer",
+    "trainer",
+    "synchronizer",
+)
+
 
 @dataclass
 class OptimizerConfig:
     """An optimizer with warm-up and a named schedule."""
 
-    optimizer_type: str = "adamw"  # adamw | sgd | adamw8bit (needs bitsandbytes and a GPU)
-    lr: float = 1e-6
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    eps: float = 1e-8
-    momentum: float = 0.0  # sgd only
-    weight_decay: float = 0.01
-    lr_scheduler_type: str = "constant"  # constant | linear | cosine | wsd
-    lr_warmup_steps: int = 0  # optimizer schedule counts train steps, not updates
-    min_lr_ratio: float = 0.01  # floor of a decaying schedule, as a share of lr
-    wsd_decay_ratio: float = 0.2  # wsd: the last share of the steps, in which lr falls linearly
+    # adamw8bit needs bitsandbytes and a GPU
+    optimizer_type: str = setting("adamw", choices=("adamw", "sgd", "adamw8bit"))
+    lr: float = setting(1e-6, ge=0)  # learning rate at its highest; 0 = nothing moves
+    # adamw and adamw8bit: decay of the two moments
+    betas: list[float] = setting(lambda: [0.9, 0.999], ge=0, lt=1)
+    eps: float = setting(1e-8, gt=0)  # adamw and adamw8bit: added to the root of the second moment
+    momentum: float = setting(0.0, ge=0, lt=1)  # sgd only
+    weight_decay: float = setting(0.01, ge=0)  # decoupled, times the learning rate
+    # after the warm-up: stay, fall to min_lr_ratio linearly or as a cosine, or stay and fall at
+    # the end (wsd)
+    lr_scheduler_type: str = setting("constant", choices=("constant", "linear", "cosine", "wsd"))
+    lr_warmup_steps: int = setting(0, ge=0)  # optimizer schedule counts train steps, not updates
+    # floor of a decaying schedule, as a share of lr
+    min_lr_ratio: float = setting(0.01, ge=0, le=1)
+    # wsd: the last share of the steps, in which lr falls linearly
+    wsd_decay_ratio: float = setting(0.2, gt=0, le=1)
 
 
 @dataclass
@@ -79,40 +109,67 @@ class RolloutCorrectionConfig:
 
     # w = exp(old_logprob - rollout_logprob). *_tis: weight moved into [floor, cap]; *_mask:
     # dropped outside. token: each token's own w; sequence: product; geometric: its mean
-    mode: str = "none"
-    cap: float = 2.0
-    floor: Optional[float] = None  # None: 1/cap for token_mask, no bound otherwise
-    sequence_filter: str = "none"  # drop answers whose product or geometric mean of w is
-    filter_low: float = 0.99  # below this
-    filter_high: float = 1.01  # or above this
-    # drop tokens whose probability moved by more than this in the advantage's direction
-    # (DPPO; 0.2 is usual); None: off
-    dppo_delta: Optional[float] = None
+    mode: str = setting(
+        "none",
+        choices=(
+            "none",
+            "token_tis",
+            "token_mask",
+            "sequence_tis",
+            "sequence_mask",
+            "geometric_tis",
+            "geometric_mask",
+        ),
+    )
+    cap: float = setting(2.0, gt=0)  # upper bound of w
+    # lower bound of w; None = 1/cap for token_mask, none otherwise
+    floor: Optional[float] = setting(None, ge=0)
+    # drop answers whose product or geometric mean of w is out of bounds
+    sequence_filter: str = setting("none", choices=("none", "product", "geometric"))
+    filter_low: float = setting(0.99, ge=0)  # lower bound of sequence_filter
+    filter_high: float = setting(1.01, ge=0)  # upper bound of sequence_filter
+    # drop tokens whose probability moved by more than this in the advantage's direction (DPPO;
+    # 0.2 is usual); None: off
+    dppo_delta: Optional[float] = setting(None, gt=0, le=1)
 
 
 @dataclass
 class AlgorithmConfig:
     """What is optimised. ``None`` fields take the algorithm type's own default."""
 
-    algorithm_type: str = "grpo"  # docs/algorithms.md
-    repeat_times: Optional[int] = None  # samples per task (the group size)
+    algorithm_type: str = setting("grpo", choices=ALGORITHM_TYPES)  # docs/algorithms.md
+    repeat_times: Optional[int] = setting(None, ge=1)  # samples per task (the group size)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    # how rewards become advantages: registered name, module:Class or file.py:Class
     advantage_fn: Optional[str] = None
-    advantage_fn_args: dict[str, Any] = field(default_factory=dict)
-    policy_loss_fn: Optional[str] = None
+    advantage_fn_args: dict[str, Any] = field(default_factory=dict)  # over the function's defaults
+    policy_loss_fn: Optional[str] = None  # the loss: registered name, module:Class or file.py:Class
+    # over the function's defaults
     policy_loss_fn_args: dict[str, Any] = field(default_factory=dict)
     kl_penalty_fn: Optional[str] = None  # in the reward; for advantages of the trainer
-    kl_penalty_fn_args: dict[str, Any] = field(default_factory=dict)
+    kl_penalty_fn_args: dict[str, Any] = field(default_factory=dict)  # over the function's defaults
     kl_loss_fn: Optional[str] = None  # a term of the loss
-    kl_loss_fn_args: dict[str, Any] = field(default_factory=dict)
-    entropy_loss_fn: Optional[str] = None
+    kl_loss_fn_args: dict[str, Any] = field(default_factory=dict)  # over the function's defaults
+    entropy_loss_fn: Optional[str] = None  # a term of the loss
+    # over the function's defaults
     entropy_loss_fn_args: dict[str, Any] = field(default_factory=dict)
     # how rows of a step are drawn: default | staleness_control | mix
     sample_strategy: Optional[str] = None
+    # over the strategy's defaults
     sample_strategy_args: dict[str, Any] = field(default_factory=dict)
-    loss_agg_mode: Optional[str] = None  # None: the algorithm's, mostly token-mean
-    # true: the sampler's log-probs are the "old" ones; false: the trainer recomputes them
-    # with the weights it has at the start of the step.
+    # None: the algorithm's, mostly token-mean
+    loss_agg_mode: Optional[str] = setting(
+        None,
+        choices=(
+            "token-mean",
+            "seq-mean-token-mean",
+            "seq-mean-token-sum",
+            "seq-mean-token-sum-norm",
+            "dr-grpo",
+        ),
+    )
+    # true: the sampler's log-probs are the "old" ones; false: the trainer recomputes them with
+    # the weights it has at the start of the step.
     bypass_old_logprobs: bool = False
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
 
@@ -121,10 +178,12 @@ class AlgorithmConfig:
 class LoraConfig:
     """A low-rank adapter (arXiv 2106.09685); with ``rank`` > 0 nothing else is trained."""
 
-    rank: int = 0  # 0 = train the whole model; vLLM serves 8, 16, 32, 64, 128, 256, 320, 512
-    alpha: float = 32.0  # the adapter is scaled by alpha / rank
+    # 0 = train the whole model; vLLM serves 8, 16, 32, 64, 128, 256, 320, 512
+    rank: int = setting(0, ge=0)
+    alpha: float = setting(32.0, gt=0)  # the adapter is scaled by alpha / rank
     # module names, or all-linear: every linear layer but the output head
     target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+    # module names that target_modules leaves out
     exclude_modules: list[str] = field(default_factory=list)
     path: Optional[str] = None  # a peft adapter directory to start from; None = a new one
     merge_export: bool = False  # true: huggingface/ is a whole model, false: the adapter
@@ -134,19 +193,25 @@ class LoraConfig:
 class ModelConfig:
     """The policy: a Hugging Face model directory, and how it samples."""
 
-    model_path: str = ""
+    model_path: str = ""  # directory of the model to train
     # frozen teacher of on_policy_distill and jsd, run by the trainer; "" = rows carry
     # teacher_logprobs already
     teacher_model_path: str = ""
-    trust_remote_code: bool = False
-    dtype: str = "float32"  # float32 | bfloat16
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    max_model_len: Optional[int] = None  # prompt + response, tokens
-    max_prompt_tokens: Optional[int] = None
-    max_response_tokens: Optional[int] = None
-    min_response_tokens: int = 0
+    trust_remote_code: bool = False  # run code that the model's directory brings along
+    # of the engines' weights and of the trainer's forward passes; the trainer's own weights are
+    # float32
+    dtype: str = setting("float32", choices=DTYPES)
+    # of sampling, and of the log-probs that are trained; 0 = greedy
+    temperature: float = setting(1.0, ge=0)
+    # sample from the likeliest tokens of this mass; 1 = from all
+    top_p: float = setting(1.0, gt=0, le=1)
+    top_k: int = setting(-1, ge=1, also=-1)  # sample from so many likeliest tokens; -1 = from all
+    max_model_len: Optional[int] = setting(None, ge=2)  # prompt + response, tokens
+    # longer prompts are cut or refused (enable_prompt_truncation)
+    max_prompt_tokens: Optional[int] = setting(None, ge=1)
+    max_response_tokens: Optional[int] = setting(None, ge=1)  # of one answer
+    min_response_tokens: int = setting(0, ge=0)  # no end of an answer before so many tokens
+    # a prompt that is too long: true cuts it, false fails its run
     enable_prompt_truncation: bool = True
     lora: LoraConfig = field(default_factory=LoraConfig)
 
@@ -155,57 +220,75 @@ class ModelConfig:
 class GroupConfig:
     """One kind of worker: how many, and what each one has."""
 
-    n_workers: int = 1
-    nthreads: Optional[int] = None  # Dask threads; a rollout worker's task slots
-    omp_threads: int = 1  # OpenMP/BLAS threads of each process
-    gpus_per_worker: int = 0
+    n_workers: int = setting(1, ge=0)  # processes of this kind
+    nthreads: Optional[int] = setting(None, ge=1)  # Dask threads; a rollout worker's task slots
+    omp_threads: int = setting(1, ge=1)  # OpenMP/BLAS threads of each process
+    gpus_per_worker: int = setting(0, ge=0)  # GPUs of each; 0 = it computes on the CPU
     memory_limit: str = "0"  # Dask memory limit; 0 = none (never pause an engine)
-    env: dict[str, str] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)  # environment variables of the processes
     # which of a shared cluster's slots this run has; filled in when it joins other runs
-    first_index: Optional[int] = None
+    first_index: Optional[int] = setting(None, ge=0)
 
 
 @dataclass
 class ClusterConfig:
     """Where the processes live."""
 
-    type: str = "local"  # local | address
+    # processes on this machine, or those of a running scheduler
+    type: str = setting("local", choices=("local", "address"))
     address: Optional[str] = None  # scheduler address for type=address
-    scheduler_port: int = 0  # 0 = any free port
+    scheduler_port: int = setting(0, ge=0, le=65535)  # 0 = any free port
     dashboard_address: Optional[str] = "127.0.0.1:0"  # None = no dashboard
-    host: str = "127.0.0.1"
-    start_timeout_s: float = 120.0
+    host: str = "127.0.0.1"  # address the scheduler and the workers listen on
+    start_timeout_s: float = setting(120.0, gt=0)  # until all workers are there
     local_directory: Optional[str] = None  # Dask scratch; None = a directory under the job
-    control: GroupConfig = field(default_factory=lambda: GroupConfig(nthreads=8))
-    rollout: GroupConfig = field(default_factory=lambda: GroupConfig(nthreads=256))
-    trainer: GroupConfig = field(default_factory=lambda: GroupConfig(nthreads=4))
-    runner: GroupConfig = field(default_factory=lambda: GroupConfig(n_workers=0, nthreads=1))
+    # the launcher, the explorer, the buffer and the synchronizer
+    control: GroupConfig = field(
+        default_factory=lambda: GroupConfig(nthreads=DEFAULT_THREADS["control"])
+    )
+    rollout: GroupConfig = field(
+        default_factory=lambda: GroupConfig(nthreads=DEFAULT_THREADS["rollout"])
+    )
+    trainer: GroupConfig = field(
+        default_factory=lambda: GroupConfig(nthreads=DEFAULT_THREADS["trainer"])
+    )
+    runner: GroupConfig = field(
+        default_factory=lambda: GroupConfig(n_workers=0, nthreads=DEFAULT_THREADS["runner"])
+    )
 
 
 @dataclass
 class RolloutModelConfig:
     """The engine that samples. One engine per rollout worker."""
 
-    engine_type: str = "vllm"  # vllm | torch | fake
-    seed: int = 42
-    dtype: Optional[str] = None  # None = model.dtype
-    tensor_parallel_size: int = 1
+    # vLLM, the embedded sampler, or made-up answers for tests
+    engine_type: str = setting("vllm", choices=("vllm", "torch", "fake"))
+    seed: int = setting(42, ge=0, le=MAX_SEED)  # of the sampler
+    dtype: Optional[str] = setting(None, choices=DTYPES)  # None = model.dtype
+    tensor_parallel_size: int = setting(1, ge=1)  # GPUs that share one engine (vllm)
+    # vllm: no compilation and no CUDA graphs; starts sooner, samples slower
     enforce_eager: bool = True
-    enable_prefix_caching: bool = True
-    gpu_memory_utilization: Optional[float] = None  # GPU only; None = 0.9, colocate: 0.25
-    kv_cache_memory_bytes: int = 268_435_456  # CPU only
-    max_num_seqs: int = 256  # sequences decoded together (vllm), or per batch (torch)
-    prepare_timeout_s: float = 600.0
-    request_timeout_s: float = 300.0
+    enable_prefix_caching: bool = True  # vllm: prompts that begin alike are computed once
+    # GPU only; None = 0.9, colocate: 0.25
+    gpu_memory_utilization: Optional[float] = setting(None, gt=0, le=1)
+    kv_cache_memory_bytes: int = setting(268_435_456, ge=1 << 20)  # CPU only
+    # sequences decoded together (vllm), or per batch (torch)
+    max_num_seqs: int = setting(256, ge=1)
+    prepare_timeout_s: float = setting(600.0, gt=0)  # until an engine has loaded its model
+    # one request to the engine; then it fails its run
+    request_timeout_s: float = setting(300.0, gt=0)
     enable_history: bool = False  # a run's model keeps all it sampled, for multi-turn workflows
     # each request is sampled from a seed of its own (made from seed, batch, task and run), and by
     # the torch engine alone in its batch: a run's answers depend on no timing, but come slowly
     deterministic: bool = False
+    # vllm: passed to the engine as they are
     extra_engine_args: dict[str, Any] = field(default_factory=dict)
     # fake engine only: seconds per request, drawn log-normally when sigma > 0
-    fake_latency_s: float = 0.0
-    fake_latency_sigma: float = 0.0
-    fake_first_latency_s: float = 0.0  # fake engine only: more for the first request, as a compile
+    fake_latency_s: float = setting(0.0, ge=0)
+    # fake engine only: spread of the logarithm of the seconds
+    fake_latency_sigma: float = setting(0.0, ge=0)
+    # fake engine only: more for the first request, as a compile
+    fake_first_latency_s: float = setting(0.0, ge=0)
 
 
 @dataclass
@@ -213,8 +296,9 @@ class OverRolloutConfig:
     """Go on with most of a batch instead of waiting for its slowest tasks."""
 
     # share of a train batch's tasks that may be missing; 0 = wait for all of them
-    ratio: float = 0.0
-    wait_after_min_s: float = 30.0  # how long the rest may still come in, once enough are there
+    ratio: float = setting(0.0, ge=0, lt=1)
+    # how long the rest may still come in, once enough are there
+    wait_after_min_s: float = setting(30.0, ge=0)
     # tasks that are cut off with some runs finished count with those runs
     return_partial_tasks: bool = True
 
@@ -223,33 +307,38 @@ class OverRolloutConfig:
 class DynamicTimeoutConfig:
     """Shorten ``max_timeout_s`` to a multiple of what a training sub-task usually takes."""
 
-    enable: bool = False
-    ratio: float = 3.0  # times the mean seconds of a finished training sub-task
-    warmup_min_steps: int = 1  # train batches to be complete before it applies
+    enable: bool = False  # false: max_timeout_s holds as it is
+    ratio: float = setting(3.0, gt=1)  # times the mean seconds of a finished training sub-task
+    warmup_min_steps: int = setting(1, ge=1)  # train batches to be complete before it applies
 
 
 @dataclass
 class ExplorerConfig:
-    name: str = "explorer"
+    name: str = "explorer"  # names its files and metrics; explorers of one job differ in it
     rollout_model: RolloutModelConfig = field(default_factory=RolloutModelConfig)
-    max_timeout_s: float = 1800.0  # one attempt of one sub-task
-    batch_timeout_s: Optional[float] = None  # a whole batch; None = attempts x max_timeout_s + 60
-    max_retry_times: int = 2
-    max_repeat_times_per_runner: Optional[int] = None  # split a group into sub-tasks
-    concurrent_mode: str = "asynchronous"  # sequential | asynchronous | multi-threading
-    runner_state_report_interval_s: float = 5.0  # what workflows report of themselves; 0 = off
+    max_timeout_s: float = setting(1800.0, gt=0)  # one attempt of one sub-task
+    # a whole batch; None = attempts x max_timeout_s + 60
+    batch_timeout_s: Optional[float] = setting(None, gt=0)
+    max_retry_times: int = setting(2, ge=0)  # further attempts of a sub-task that failed
+    max_repeat_times_per_runner: Optional[int] = setting(None, ge=1)  # split a group into sub-tasks
+    # how the runs of one sub-task follow each other
+    concurrent_mode: str = setting(
+        "asynchronous", choices=("sequential", "asynchronous", "multi-threading")
+    )
+    # what workflows report of themselves; 0 = off
+    runner_state_report_interval_s: float = setting(5.0, ge=0)
     # workers that run workflows: auto | rollout | runner. auto: blocking (not async) ones on
     # runner workers where cluster.runner has some, everything else beside its engine
-    run_on: str = "auto"
+    run_on: str = setting("auto", choices=("auto", "rollout", "runner"))
     # a group in which some runs failed: keep the others | replace the failed ones by new runs, as
     # long as attempts are left | drop all of it
-    partial_group: str = "keep"
+    partial_group: str = setting("keep", choices=("keep", "replace", "drop"))
     over_rollout: OverRolloutConfig = field(default_factory=OverRolloutConfig)
     dynamic_timeout: DynamicTimeoutConfig = field(default_factory=DynamicTimeoutConfig)
-    max_inflight_batches: int = 2  # submitted and not yet committed
-    eval_interval: int = 10  # explorer steps; 0 = never
-    eval_on_startup: bool = True
-    eval_at_end: bool = True
+    max_inflight_batches: int = setting(2, ge=1)  # submitted and not yet committed
+    eval_interval: int = setting(10, ge=0)  # explorer steps; 0 = never
+    eval_on_startup: bool = True  # evaluate before the first step
+    eval_at_end: bool = True  # evaluate the last weights
     bench_on_latest_checkpoint: bool = False  # bench: the newest checkpoint only
 
 
@@ -258,47 +347,54 @@ class ParallelConfig:
     """How the trainer's ranks share a model."""
 
     # ddp: every rank has all of it; fsdp2: each rank keeps a shard of every tensor
-    strategy: str = "ddp"
-    # fsdp2: true frees a layer's gathered weights after its forward pass and gathers them
-    # again for the backward pass (least memory); false keeps them (less communication)
+    strategy: str = setting("ddp", choices=STRATEGIES)
+    # fsdp2: true frees a layer's gathered weights after its forward pass and gathers them again
+    # for the backward pass (least memory); false keeps them (less communication)
     reshard_after_forward: bool = True
 
 
 @dataclass
 class TrainerConfig:
-    name: str = "trainer"
-    total_steps: Optional[int] = None
-    save_interval: int = 10  # train steps; 0 = only at the end
-    save_hf_checkpoint: str = "last"  # always | last | never
-    max_checkpoints_to_keep: int = 2  # 0 = all
-    grad_clip: float = 1.0
-    ppo_epochs: int = 1
-    mini_batches: int = 1  # optimizer updates per epoch of one train step
-    min_mini_batch_rows: int = 1  # fewer mini-batches rather than smaller ones
-    micro_batch_tokens: int = 65_536  # padded tokens of one forward pass
+    name: str = "trainer"  # names its files and metrics
+    # train steps; None = until the explorer ends (alone: buffer.total_steps)
+    total_steps: Optional[int] = setting(None, ge=1)
+    save_interval: int = setting(10, ge=0)  # train steps; 0 = only at the end
+    # Hugging Face exports: with every checkpoint, with the last one, or none
+    save_hf_checkpoint: str = setting("last", choices=("always", "last", "never"))
+    max_checkpoints_to_keep: int = setting(2, ge=0)  # 0 = all
+    grad_clip: float = setting(1.0, ge=0)  # largest norm of the gradient; 0 = not clipped
+    ppo_epochs: int = setting(1, ge=1)  # passes over the rows of a train step
+    mini_batches: int = setting(1, ge=1)  # optimizer updates per epoch of one train step
+    min_mini_batch_rows: int = setting(1, ge=1)  # fewer mini-batches rather than smaller ones
+    micro_batch_tokens: int = setting(65_536, ge=1)  # padded tokens of one forward pass
     # answers to one prompt share the prompt's forward and backward pass, where the model allows
     share_prompts: bool = True
+    # compute activations again in the backward pass, for less memory
     gradient_checkpointing: bool = False
     # weights and optimizer state wait in CPU memory between train steps (GPU only)
     offload: bool = False
-    # float32 logits of more than this many MB are computed in parts, and again for the
-    # gradient, so that they are never all in memory; 0 = always in parts
-    logits_mb: int = 256
+    # float32 logits of more than this many MB are computed in parts, and again for the gradient,
+    # so that they are never all in memory; 0 = always in parts
+    logits_mb: int = setting(256, ge=0)
     # auto: kernels of liger-kernel where it is installed and the device is a GPU; off: torch's
-    fused_kernels: str = "auto"
+    fused_kernels: str = setting("auto", choices=("auto", "off"))
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    # of reference and teacher: ddp | fsdp2, and offload; None = as the policy
-    frozen_strategy: Optional[str] = None
+    # of reference and teacher; None = as the policy
+    frozen_strategy: Optional[str] = setting(None, choices=STRATEGIES)
+    # of reference and teacher: weights wait in CPU memory between steps; None = as the policy
     frozen_offload: Optional[bool] = None
     # metrics variance_proxy/*: how much of the gradient is noise, for one more pass over all
     # logits per step
     variance_proxies: bool = False
     # TFLOP/s that one rank's device can do at most, for perf/mfu/actor; None = that of common
     # GPUs with model.dtype=bfloat16, else unknown
-    peak_tflops: Optional[float] = None
-    step_timeout_s: float = 1800.0
-    max_empty_batches: int = 20  # consecutive batches without a row before the run stops
-    max_rank_restarts: int = 3
+    peak_tflops: Optional[float] = setting(None, gt=0)
+    # one train step of a rank; then it counts as lost
+    step_timeout_s: float = setting(1800.0, gt=0)
+    # consecutive batches without a row before the run stops
+    max_empty_batches: int = setting(20, ge=1)
+    # times that lost ranks are started again from the last checkpoint
+    max_rank_restarts: int = setting(3, ge=0)
 
 
 @dataclass
@@ -307,46 +403,62 @@ class CriticConfig:
 
     model_path: str = ""  # a critic's or a causal model's directory; "" = model.model_path
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
-    warmup_steps: int = 0  # train steps in which the critic learns and the policy stands still
-    epochs: int = 1  # passes over the rows of a train step
-    mini_batches: int = 1  # optimizer updates per epoch
-    value_clip: Optional[float] = 0.5  # how far a value may move in a step; None = freely
-    grad_clip: float = 1.0
-    strategy: Optional[str] = None  # ddp | fsdp2; None = trainer.parallel.strategy
+    # train steps in which the critic learns and the policy stands still
+    warmup_steps: int = setting(0, ge=0)
+    epochs: int = setting(1, ge=1)  # passes over the rows of a train step
+    mini_batches: int = setting(1, ge=1)  # optimizer updates per epoch
+    # how far a value may move in a step; None = freely
+    value_clip: Optional[float] = setting(0.5, gt=0)
+    grad_clip: float = setting(1.0, ge=0)  # largest norm of the critic's gradient; 0 = not clipped
+    strategy: Optional[str] = setting(None, choices=STRATEGIES)  # None = trainer.parallel.strategy
     offload: Optional[bool] = None  # None = trainer.offload
 
 
 @dataclass
 class SynchronizerConfig:
-    sync_method: str = "nccl"  # nccl (gloo on CPU) | memory | checkpoint
-    # who decides when weights move: fixed | trainer_driven | explorer_driven | fully_async
-    sync_style: str = "fixed"
-    sync_interval: int = 1  # steps from one sync point to the next, on either side
-    sync_offset: int = 0  # batches the explorer may be ahead of the trainer (fixed)
+    # nccl is gloo on CPU
+    sync_method: str = setting(
+        "nccl",
+        choices=("nccl", "memory", "checkpoint"),
+        aliases={"online": "nccl", "offline": "checkpoint"},
+    )
+    # who decides when weights move
+    sync_style: str = setting(
+        "fixed",
+        choices=("fixed", "trainer_driven", "explorer_driven", "fully_async"),
+        aliases={"dynamic_by_trainer": "trainer_driven", "dynamic_by_explorer": "explorer_driven"},
+    )
+    sync_interval: int = setting(1, ge=1)  # steps from one sync point to the next, on either side
+    sync_offset: int = setting(0, ge=0)  # batches the explorer may be ahead of the trainer (fixed)
     # train steps between the sampling of a token and its training: batches are begun only when
     # they will be young enough, with one train step per batch; None = any age
-    max_staleness: Optional[int] = None
-    sync_timeout_s: float = 600.0
-    # mode explore or train: how long to wait for the other side to join under this run's name;
-    # 0 = alone. None = sync_timeout_s with cluster.type=address, else 0
-    peer_timeout_s: Optional[float] = None
+    max_staleness: Optional[int] = setting(None, ge=0)
+    # longest wait for the other side at a sync point, and for one transfer of the weights
+    sync_timeout_s: float = setting(600.0, gt=0)
+    # mode explore or train: how long to wait for the other side to join under this run's name; 0
+    # = alone. None = sync_timeout_s with cluster.type=address, else 0
+    peer_timeout_s: Optional[float] = setting(None, ge=0)
     # method checkpoint: directory or fsspec URL (s3://...) for the weights; None = <job>/weights
     path: Optional[str] = None
     storage_options: dict[str, Any] = field(default_factory=dict)  # passed to fsspec
-    bucket_mb: int = 8  # weights travel in pieces of this size (nccl)
+    bucket_mb: int = setting(8, ge=1, le=2047)  # weights travel in pieces of this size (nccl)
     # what an update does to requests that are being sampled: keep (they go on with the new
     # weights) | wait (it waits until they have ended) | abort (they are sampled again)
-    in_flight: str = "keep"
-    in_flight_timeout_s: float = 60.0  # wait: for how long; then those that are left are aborted
-    probe_interval: int = 1  # compare fixed log-probs every k-th sync; 0 = never
-    probe_tolerance: float = 1e-3
+    in_flight: str = setting("keep", choices=("keep", "wait", "abort"))
+    # wait: for how long; then those that are left are aborted
+    in_flight_timeout_s: float = setting(60.0, gt=0)
+    probe_interval: int = setting(1, ge=0)  # compare fixed log-probs every k-th sync; 0 = never
+    # largest difference of a probed log-prob; 0 = none
+    probe_tolerance: float = setting(1e-3, ge=0)
 
 
 @dataclass
 class MonitorConfig:
+    # where metrics go: console, jsonl, tensorboard, wandb, mlflow, or module:Class
     sinks: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
     sink_args: dict[str, Any] = field(default_factory=dict)  # {"wandb": {"entity": ...}}
-    progress: str = "auto"  # auto | live | plain | off
+    # what the command shows: a live display, plain lines, nothing; auto: live on a terminal
+    progress: str = setting("auto", choices=("auto", "live", "plain", "off"))
     curves: bool = True  # write curves.png at the end
     detailed_stats: bool = False  # eval metrics with mean, max, min and std over the tasks
 
@@ -355,17 +467,22 @@ class MonitorConfig:
 class Config:
     """The whole job. Section names follow Trinity-RFT."""
 
-    mode: str = "both"  # both | explore | train | bench | colocate | serve (not yet)
-    project: str = "trinity-dask"
-    group: str = ""
-    name: str = "rft"
-    checkpoint_root_dir: str = "./runs"
+    # what the run has: explorer and trainer, one of them, an evaluation of checkpoints, or all on
+    # one device (serve: not yet)
+    mode: str = setting("both", choices=MODES)
+    project: str = "trinity-dask"  # first part of the job's directory
+    group: str = ""  # second part of the job's directory; empty = none
+    name: str = "rft"  # the job: the same name goes on where it was; last part of its directory
+    checkpoint_root_dir: str = "./runs"  # directory of all jobs
+    # false: a name that has a run gets a new directory beside it, with a time stamp
     continue_from_checkpoint: bool = True
     # true: once the newest run of this name is finished, the same command starts another one
     rerun_finished: bool = False
-    seed: int = 42
+    # of the trainer and of the explorer's random choices; the engines have their own
+    seed: int = setting(42, ge=0, le=MAX_SEED)
     prepare: Optional[str] = None  # "module:fn" called with the config before the run; idempotent
-    prepare_args: dict[str, Any] = field(default_factory=dict)
+    prepare_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of prepare
+    # directories whose *.py files register workflows and rewards
     plugin_dirs: list[str] = field(default_factory=list)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -376,7 +493,6 @@ class Config:
     critic: CriticConfig = field(default_factory=CriticConfig)
     synchronizer: SynchronizerConfig = field(default_factory=SynchronizerConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
-    stages: list[dict[str, Any]] = field(default_factory=list)
-    # filled by validation; not set by users
-    job_dir: Optional[str] = None
-    stage_name: Optional[str] = None
+    stages: list[dict[str, Any]] = field(default_factory=list)  # one entry per stage
+    job_dir: Optional[str] = None  # directory of the run
+    stage_name: Optional[str] = None  # name of the stage

@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trinity_dask.config.derive import resolve_config
 from trinity_dask.config.errors import ConfigError
-from trinity_dask.config.explain import explain
+from trinity_dask.config.hints import explain
 from trinity_dask.config.schema import AlgorithmConfig, Config
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from trinity_dask.cluster.rpc import rpc
-from trinity_dask.config.nearest import hint
+from trinity_dask.config.errors import hint
 from trinity_dask.engines.pool import EnginePool
 from trinity_dask.models.protocol import WeightGroupSpec, WeightUpdate
 from trinity_dask.trainer.checkpoints.checkpoint import ADAPTER, HF_EXPORT, WEIGHTS, latest_complete

@@ -12,10 +12,10 @@ from dataclasses import asdict
 from typing import Any
 
 from trinity_dask.config import modes
+from trinity_dask.config.checks import train_tasksets
 from trinity_dask.config.errors import ConfigError, raise_if
 from trinity_dask.config.schema import Config, TasksetConfig
 from trinity_dask.config.stages import split_stages
-from trinity_dask.config.taskset_checks import train_tasksets
 
 
 def check_names(config: Config) -> None:

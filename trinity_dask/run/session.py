@@ -52,13 +52,20 @@ class Run:
     """One job: its stages on a cluster.
 
     ``client`` (a synchronous ``distributed.Client``) runs the job on a cluster that already
-    exists; otherwise ``cfg.cluster`` says what to build. Usable as a context manager.
+    exists; otherwise ``cfg.cluster`` says what to build. ``checked``: ``cfg`` is resolved, valid,
+    and its names are known to exist. Usable as a context manager.
+
+    Raises:
+        ConfigError: ``cfg`` cannot run.
     """
 
-    def __init__(self, cfg: Config | Any, client: Optional[Client] = None) -> None:
-        self.cfg = resolve(cfg)
-        validate(self.cfg)
-        check_names(self.cfg)
+    def __init__(
+        self, cfg: Config | Any, client: Optional[Client] = None, *, checked: bool = False
+    ) -> None:
+        self.cfg = cfg if checked else resolve(cfg)
+        if not checked:
+            validate(self.cfg)
+            check_names(self.cfg)
         self.stages = split_stages(self.cfg)
         self.run_id = f"{self.cfg.name}-{uuid.uuid4().hex[:6]}"
         self.base_dir = str(self.cfg.job_dir)
@@ -196,7 +203,7 @@ class Run:
 
     @classmethod
     def _from_entry(cls, entry: dict[str, Any], client: Client) -> Run:
-        run = cls(entry["config"], client)
+        run = cls(entry["config"], client, checked=True)
         run.run_id, run._owner = entry["run_id"], False
         run._handle = entry["handle"]
         run._set(**run._call("status", 0, 0.0))

@@ -1,0 +1,340 @@
+"""Keys, options and overrides that cannot be, each told in one line with what was meant.
+
+Invariant: every key of a composed configuration is either a field of the dataclasses or
+lies in an open (``dict``) section; nothing is accepted and ignored. This holds for keys
+that came through ``+`` and for the entries of ``stages``, which Hydra itself accepts. Errors
+of Hydra and OmegaConf are translated; one that is not known keeps its own first line.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Optional
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob, IntervalSweep, Override
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf.errors import (
+    ConfigKeyError,
+    InterpolationResolutionError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+    ValidationError,
+)
+
+from trinity_dask.config.errors import ConfigError, hint, nearest, raise_if
+from trinity_dask.config.fields import Kind, all_keys, fields_of
+from trinity_dask.config.paths import groups
+from trinity_dask.config.schema import DERIVED, STAGE_KEYS, Config
+
+HYDRA_ERRORS = (HydraException, OmegaConfBaseException)
+#: groups without a default option: chosen with a leading +
+ADDED_GROUPS = ("experiment",)
+
+# keys of Trinity-RFT that have another name or place here
+_STORE, _TASKS = "buffer.trainer_input.experience_buffer", "buffer.explorer_input"
+RENAMED = {
+    "cluster.node_num": "cluster.rollout.n_workers",
+    "cluster.gpu_per_node": "cluster.rollout.gpus_per_worker",
+    "cluster.ray_address": "cluster.address",
+    "explorer.runner_per_model": "cluster.rollout.nthreads",
+    "explorer.rollout_model.engine_num": "cluster.rollout.n_workers",
+    f"{_STORE}.capacity": f"{_STORE}.capacity_batches",
+    f"{_STORE}.replay_buffer.reuse_cooldown_time": f"{_STORE}.replay_buffer.reuse_cooldown_time_s",
+    f"{_TASKS}.taskset.task_selector": f"{_TASKS}.taskset.data_selector",
+    f"{_TASKS}.taskset.default_workflow_type": f"{_TASKS}.taskset.workflow",
+    f"{_TASKS}.taskset.default_reward_fn_type": f"{_TASKS}.taskset.reward_fn",
+    f"{_TASKS}.default_workflow_type": f"{_TASKS}.default_workflow",
+    f"{_TASKS}.default_reward_fn_type": f"{_TASKS}.default_reward_fn",
+    "data_processor.experience_pipeline.operators": "buffer.operators",
+    "monitor.monitor_type": "monitor.sinks",
+    "monitor.monitor_args": "monitor.sink_args",
+    "trainer.max_token_len_per_gpu": "trainer.micro_batch_tokens",
+}
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    list: "a list, as [a,b]",
+    dict: "a mapping, as {key: value}",
+}
+
+
+# keys ---------------------------------------------------------------------------------
+def split_path(path: str) -> list[str]:
+    """``a.b[0].c`` and ``a.b.0.c`` alike as parts."""
+    return [part for part in path.replace("[", ".").replace("]", "").split(".") if part]
+
+
+def _of_stage(path: str) -> tuple[str, list[str]]:
+    """``stages.1.`` and the parts of the rest, for a key inside a stage."""
+    parts = split_path(path)
+    if len(parts) > 2 and parts[0] == "stages":
+        return ".".join(parts[:2]) + ".", parts[2:]
+    return "", parts
+
+
+def kind_at(path: str) -> Optional[Kind]:
+    """The kind of the key at a dotted path (of the run or of a stage); None: no such key.
+
+    Everything below an open section is an open section.
+    """
+    prefix, parts = _of_stage(path)
+    if prefix and parts[0] not in STAGE_KEYS:
+        return None
+    kind = Kind(section=Config)
+    for part in parts:
+        if kind.is_open:
+            return kind
+        if kind.item is not None and part.isdigit():
+            kind = Kind(section=kind.item)
+        elif kind.section is not None and part in fields_of(kind.section):
+            kind = fields_of(kind.section)[part]
+        else:
+            return None
+    return kind
+
+
+def check_key(path: str) -> Optional[str]:
+    """The problem with a dotted key, or None when it exists."""
+    if kind_at(path) is not None:
+        return None
+    prefix, parts = _of_stage(path)
+    if prefix and parts[0] in fields_of(Config) and parts[0] not in STAGE_KEYS:
+        return (
+            f"{prefix}{parts[0]}: {parts[0]!r} belongs to the whole run and cannot change in a "
+            f"stage; set it at the top level (a stage may set: {', '.join(STAGE_KEYS)})"
+        )
+    renamed = RENAMED.get(".".join(parts))
+    if renamed is not None:
+        return f"unknown key '{path}'; here it is '{prefix}{renamed}'"
+    meant = _in_place(parts, STAGE_KEYS if prefix else ()) or _elsewhere(parts[-1])
+    if meant is not None:
+        here = prefix if split_path(meant)[0] in STAGE_KEYS else ""
+        if prefix and len(parts) == 1:  # of the words that a stage may hold
+            return f"unknown key '{path}'; did you mean {meant!r}?"
+        return f"unknown key '{path}'; did you mean '{here}{meant}'?"
+    section: type = Config
+    walked: list[str] = []
+    for part in parts:
+        below = fields_of(section).get(part, Kind()).section
+        if below is None:
+            break
+        section, walked = below, [*walked, part]
+    where = f"in '{'.'.join(walked)}'" if walked else "at the top level"
+    return f"unknown key '{path}'; keys {where}: {', '.join(fields_of(section))}"
+
+
+def _in_place(parts: list[str], top: tuple[str, ...] = ()) -> Optional[str]:
+    """The path with each wrong part replaced by its nearest sibling; None if one has none."""
+    kind, fixed = Kind(section=Config), list[str]()
+    for index, part in enumerate(parts):
+        if kind.item is not None and part.isdigit():
+            kind = Kind(section=kind.item)
+            fixed.append(part)
+            continue
+        if kind.section is None:
+            return ".".join(fixed) or None
+        known = fields_of(kind.section)
+        names = list((top if index == 0 else ()) or known)
+        names += list(groups()) if len(parts) == 1 and not top else []
+        name = part if part in names else nearest(part, names)
+        if name is None:
+            return None
+        fixed.append(name if name in known else f"+{name}=...")
+        kind = known.get(name, Kind())
+    return ".".join(fixed)
+
+
+def _elsewhere(leaf: str) -> Optional[str]:
+    """A key elsewhere in the tree with this last name, or with the nearest one."""
+    by_leaf: dict[str, str] = {}
+    for key, _ in all_keys(Config):
+        by_leaf.setdefault(split_path(key)[-1], key)
+    return by_leaf.get(leaf) or by_leaf.get(nearest(leaf, by_leaf) or "")
+
+
+def find_unknown(
+    tree: Mapping[str, Any], section: type = Config, prefix: str = ""
+) -> Iterator[str]:
+    """One line for each key of ``tree`` (a plain composed config) that does not exist."""
+    for name, value in tree.items():
+        key, kind = f"{prefix}{name}", fields_of(section).get(str(name))
+        if kind is None or (section is Config and prefix and name not in STAGE_KEYS):
+            yield str(check_key(key))
+        elif kind.section is not None and isinstance(value, Mapping):
+            yield from find_unknown(value, kind.section, f"{key}.")
+        elif isinstance(value, list) and (kind.item is not None or key == "stages"):
+            for index, entry in enumerate(value):
+                if isinstance(entry, Mapping):
+                    yield from find_unknown(entry, kind.item or Config, f"{key}.{index}.")
+                elif key == "stages":
+                    yield (
+                        f"stages.{index}: {entry!r} is not a mapping; a stage is stage_name and "
+                        "sections"
+                    )
+
+
+# overrides ----------------------------------------------------------------------------
+def check_overrides(overrides: Sequence[str], config_dir: Optional[str] = None) -> None:
+    """Every override names a key that exists or an option of a group that exists.
+
+    Raises:
+        ConfigError: one line per bad override.
+    """
+    known, problems = groups(config_dir), list[str]()
+    for override in map(parse, overrides):
+        name = override.key_or_group
+        is_option = isinstance(override.value(), str) or override.is_sweep_override()
+        if name == "hydra" or name.startswith(("hydra.", "hydra/")):
+            continue
+        # model={...} is a value for the section of the same name as a group
+        if name in known and (is_option or name in ADDED_GROUPS):
+            problems += _option_problems(override, known[name])
+        elif "/" in name:
+            problems.append(f"unknown group {name!r}; {hint(name, list(known))}")
+        elif name in DERIVED:
+            problems.append(
+                f"{name} is derived: set checkpoint_root_dir, project, group and name instead"
+            )
+        elif (problem := check_key(name)) is not None:
+            problems.append(problem)
+        elif override.is_delete() and not name.startswith("stages."):
+            kind = kind_at(name)
+            if kind is not None and not kind.is_open:  # only what a preset added can go again
+                problems.append(_cannot_remove(name))
+    raise_if(problems)
+
+
+def parse(override: str) -> Override:
+    """One override of Hydra's grammar."""
+    try:
+        return OverridesParser.create().parse_override(override)
+    except HydraException as error:
+        raise ConfigError(_cannot_read(override)) from error
+
+
+def _option_problems(override: Override, options: list[str]) -> Iterator[str]:
+    name, value = override.key_or_group, override.value()
+    if override.is_delete() or isinstance(value, Glob):
+        return
+    if override.is_discrete_sweep():
+        wanted = [str(item).strip("'\"") for item in override.sweep_string_iterator()]
+    else:
+        wanted = [str(item) for item in value] if isinstance(value, list) else [str(value)]
+    for option in wanted:
+        if option not in options:
+            yield f"no option {option!r} in group {name!r}; {hint(option, options)}"
+        elif name in ADDED_GROUPS and not override.is_add():
+            yield f"{name}={option} needs a leading +: write +{name}={option}"
+        elif name not in ADDED_GROUPS and override.is_add():
+            yield f"group {name!r} already has an option: write {name}={option} without the +"
+
+
+def single_values(overrides: Sequence[str]) -> Iterator[list[str]]:
+    """The override lists to check for a sweep: every swept value once, not every combination."""
+    choices = [_values_of(parse(item)) for item in overrides]
+    first = [options[0] for options in choices]
+    yield first
+    for index, options in enumerate(choices):
+        for option in options[1:]:
+            yield [*first[:index], option, *first[index + 1 :]]
+
+
+def _values_of(override: Override) -> list[str]:
+    """Plain overrides for the values of one override; of a range only its two ends."""
+    key, value = override.get_key_element(), override.value()
+    if isinstance(value, IntervalSweep):
+        return [f"{key}={value.start}", f"{key}={value.end}"]
+    if isinstance(value, Glob):
+        options = groups().get(override.key_or_group, [])
+        return [f"{key}={name}" for name in value.filter(options)]
+    if not override.is_discrete_sweep():
+        return [override.input_line or ""]
+    names = [f"{key}={value}" for value in override.sweep_string_iterator()]
+    return [names[0], names[-1]] if override.is_range_sweep() else names
+
+
+# errors of Hydra and OmegaConf ----------------------------------------------------------
+def explain(error: BaseException, prefix: str = "") -> str:
+    """One line for a composition error; ``prefix`` is put before the key it names."""
+    message = str(error)
+    if isinstance(error, MissingConfigException):
+        group, _, option = (error.missing_cfg_file or "").rpartition("/")
+        if not error.options:
+            return f"no preset {error.missing_cfg_file!r}: {message.splitlines()[0]}"
+        return f"no option {option!r} in group {group!r}; {hint(option, list(error.options))}"
+    if isinstance(error, OverrideParseException):
+        return _cannot_read(error.override)
+    cause: Optional[BaseException] = error
+    while cause is not None and not isinstance(cause, OmegaConfBaseException):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
+        return _plain_hydra(message)
+    # the override that Hydra's message quotes, as typed
+    quoted = re.search(r"^Error merging override (.+)$", message, re.MULTILINE) or re.search(
+        r"^To append to your config use \+(.+)$", message, re.MULTILINE
+    )
+    preset = re.match(r"In '([^']+)': ", message)
+    where = f"in preset {preset.group(1)}: " if preset else ""
+    return where + _omegaconf(cause, prefix, quoted.group(1) if quoted else None)
+
+
+def _omegaconf(error: OmegaConfBaseException, prefix: str, override: Optional[str]) -> str:
+    key = ".".join(split_path(override.split("=", 1)[0] if override else error.full_key or ""))
+    key, text = prefix + key.lstrip("+~"), str(error).splitlines()[0]
+    if isinstance(error, MissingMandatoryValue):
+        return f"{key} must be set: add {key}=... to the command"
+    if isinstance(error, InterpolationResolutionError):
+        return f"{key}: {text}; name an existing key in ${{...}}"
+    if "does not support deletion" in text:
+        return _cannot_remove(key)
+    if isinstance(error, ConfigKeyError | AttributeError):  # not in the structure
+        if (problem := check_key(key)) is not None:
+            return problem
+        if str(error.key) in key.split(".") or override is None:
+            return f"{key} is not set by the presets; to add it write ++{override or key + '=...'}"
+        return str(check_key(f"{key}.0.{error.key}"))  # inside a list of sections
+    if isinstance(error, ValidationError):  # of the wrong type
+        inner = ".".join(split_path(error.full_key or ""))
+        key = inner if inner.startswith(key + ".") else key
+        shown = override or (key if error.value is None else f"{key}={error.value}")
+        # of a key in a list of sections OmegaConf reports only the end
+        ends = [each for each, _ in all_keys(Config) if f".{each}".endswith(f".{inner}")]
+        kind = kind_at(key) or kind_at(ends[0] if ends else inner)
+        wanted = None if kind is None or kind.is_open else type_words(kind.annotation)
+        return f"{shown}: " + (text if wanted is None else f"the value must be {wanted}")
+    return f"{key}: {text}" if key else text
+
+
+def type_words(annotation: Any) -> str:
+    """``a whole number``, ``a number or null``, ..."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        members = [item for item in typing.get_args(annotation) if item is not type(None)]
+        return f"{type_words(members[0])} or null"
+    origin = typing.get_origin(annotation) or annotation
+    return _WORDS.get(origin, "a section, as key.subkey=value")
+
+
+def _plain_hydra(message: str) -> str:
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    if lines[0].startswith("Ambiguous value"):
+        name = lines[0].removeprefix("Ambiguous value for argument ")
+        return f"{name} has several values: write key=[a,b] for a list, or add --multirun to sweep"
+    append = re.search(r"use (\+\S+)$", message)
+    return f"{lines[0]} Write {append.group(1)}" if append else " ".join(lines)
+
+
+def _cannot_read(override: str) -> str:
+    return (
+        f"cannot read {override!r}: an override is key=value, with quotes around values that "
+        "have spaces, commas or brackets, as 'key=\"a b\"'"
+    )
+
+
+def _cannot_remove(key: str) -> str:
+    return f"~{key}: a key cannot be removed; set it to another value, as {key}=..."
