@@ -80,7 +80,7 @@ class Run:
             if await sync.explorer_should_sync("e", step):
                 await self.take(step)
         await asyncio.gather(*self.in_flight)
-        await sync.explorer_stopped("e", work.batches)
+        await sync.explorer_stopped("e")
         watcher.cancel()
         await asyncio.gather(watcher, return_exceptions=True)
 
@@ -106,20 +106,21 @@ class Run:
         """At a boundary: drain, then load what the trainer has."""
         await asyncio.gather(*self.in_flight)
         self.in_flight.clear()
-        await self.load(await self.sync.explorer_acquire("e", step), step)
+        await self.sync.explorer_sync("e", step)
 
     async def watch(self) -> None:
         while self.style == "fully_async":
-            await self.load(await self.sync.watch_acquire("e"), None)
+            await self.sync.watch("e")
 
-    async def load(self, published: Any, step: int | None) -> None:
+    async def load(self, name: str, version: int) -> None:
         from trinity_dask.models.protocol import WeightUpdate
 
-        if published is not None:
-            update = WeightUpdate(published.version, "memory", path=published.path)
-            receipt = await self.engine.update_weights(update)
-            assert receipt.checksum == published.receipt.checksum
-            await self.sync.explorer_loaded("e", published.version, step)
+        published = self.sync.published
+        assert published is not None
+        assert published.version == version
+        update = WeightUpdate(version, "memory", path=published.path)
+        receipt = await self.engine.update_weights(update)
+        assert receipt.checksum == published.receipt.checksum
 
     # the trainer ----------------------------------------------------------------------
     async def train(self) -> None:
@@ -127,7 +128,7 @@ class Run:
             versions = await self.rows(step - 1)
             self.ages += [step - 1 - version for version in versions]
             await asyncio.sleep(self.work.train_s)
-            await self.sync.set_model_state_dict(weights(step), step)
+            await self.sync.put(step, weights(step))
             await self.sync.trainer_sync(step, step)
         await self.sync.trainer_stopped(self.work.batches, self.work.batches)
 
@@ -141,7 +142,8 @@ class Run:
     # both -----------------------------------------------------------------------------
     async def __call__(self) -> dict[str, float]:
         self.sync.attach_trainer(lambda: not self.committed.empty())
-        await self.sync.set_trainer_status("running")
+        self.sync.transfers.load = self.load  # type: ignore[method-assign]
+        self.sync.state.trainer_joined(0)
         await self.sync.register_explorer("e")
         start = time.perf_counter()
         await asyncio.gather(self.explore(), self.train())

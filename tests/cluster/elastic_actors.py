@@ -20,7 +20,6 @@ from trinity_dask.config.schema import SynchronizerConfig
 from trinity_dask.engines.pool import EnginePool
 from trinity_dask.models.protocol import EngineSpec, SamplingParams
 from trinity_dask.sync.synchronizer import Synchronizer
-from trinity_dask.sync.transport import WeightTransport
 
 
 @dataclass
@@ -57,12 +56,8 @@ class ElasticHost:
         )
         self.stack.push_async_callback(self.pool.close)
         await self.pool.start()
-        self.transport = WeightTransport(cfg, self.pool, job_dir, run_id, "gloo")
-        self.stack.push_async_callback(self.transport.teardown)
-        self.stack.push_async_callback(asyncio.to_thread, self.transport.remove_files)
-        self.sync.attach_explorer("explorer", self.pool, self.transport)
-        self.failed = 0  # attempts to send a version
-        self.sync._carrier._load_once = self.counted(self.sync._carrier._load_once)
+        self.sync.attach_explorer("explorer", self.pool)
+        self.stack.push_async_callback(self.sync.detach_explorer, "explorer")
         await self.sync.initial_sync(0, 0)
         self.step = 0
         self.ending = asyncio.Event()
@@ -70,16 +65,6 @@ class ElasticHost:
 
     def spec(self, slot: str) -> Optional[EngineSpec]:
         return EngineSpec(slot, "fake", "", {})
-
-    def counted(self, load_once: Any) -> Any:
-        async def load(name: str, version: int) -> None:
-            try:
-                await load_once(name, version)
-            except Exception:
-                self.failed += 1
-                raise
-
-        return load
 
     async def train(self) -> None:
         for step in itertools.count(1):
@@ -98,7 +83,7 @@ class ElasticHost:
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
         await self.sync.explorer_sync("explorer", self.step, final=True)
-        await self.sync.explorer_stopped("explorer", self.step)
+        await self.sync.explorer_stopped("explorer")
 
     async def watch(self) -> None:
         while True:
@@ -110,6 +95,7 @@ class ElasticHost:
             if task.done() and not self.ending.is_set():
                 task.result()  # raises what ended it
                 raise AssertionError("the run has ended")
+        group = self.sync.transfers.group("explorer")
         return {
             "step": self.step,
             "version": self.sync.state.engine_version,
@@ -117,9 +103,9 @@ class ElasticHost:
             "ready": self.pool.n_ready,
             "restarts": self.pool.restarts,
             "failure": str(self.pool.failure),
-            "generation": self.transport.group.generation,
-            "members": [member.slot for member in self.transport.group.members],
-            "failed": self.failed,
+            "generation": group.generation,
+            "members": [member.slot for member in group.members],
+            "failed": self.sync.transfers.failed_attempts,
         }
 
     async def engine(self, slot: str) -> dict[str, Any]:

@@ -30,9 +30,7 @@ from trinity_dask.models.protocol import (
     WeightReceipt,
     WeightUpdate,
 )
-from trinity_dask.sync.remote_sync import RemoteSynchronizer
 from trinity_dask.sync.synchronizer import Synchronizer
-from trinity_dask.sync.transport import WeightTransport
 from trinity_dask.trainer.ranks.rank import TrainerRank
 from trinity_dask.weights.buckets import make_group, send, tensor_meta, write_safetensors
 from trinity_dask.weights.checksum import checksum
@@ -141,7 +139,6 @@ class Plan:
     explorers: dict[str, tuple[int, float]] = field(default_factory=dict)  # steps, seconds
     engines: dict[str, list[str]] = field(default_factory=dict)  # slots of each explorer
     kill_engine: Optional[str] = None  # as soon as the trainer has begun its third step
-    remote: bool = False  # explorers load their engines themselves
 
 
 class SyncHost:
@@ -164,7 +161,6 @@ class Stage:
         self.cfg = cfg
         self.sync = Synchronizer(cfg, job_dir, run_id)
         self.pools: dict[str, EnginePool] = {}
-        self.sides: dict[str, Any] = {}
         self.seen: dict[str, list[int]] = {name: [] for name in plan.explorers}
         self.steps = {"trainer": 0, **dict.fromkeys(plan.explorers, 0)}
         self.done = asyncio.Event()
@@ -181,8 +177,8 @@ class Stage:
         for name, slots in plan.engines.items():
             await self._build_engines(stack, name, slots)
         await self.sync.initial_sync(0, 0)
-        for name, side in self.sides.items():
-            await side.register_explorer(name)
+        for name in plan.engines:
+            await self.sync.register_explorer(name)
 
     async def _build_engines(
         self, stack: contextlib.AsyncExitStack, name: str, slots: list[str]
@@ -191,15 +187,8 @@ class Stage:
         pool = self.pools[name] = EnginePool(specs, f"{self.run_id}-{name}", TIMEOUT_S)
         stack.push_async_callback(pool.close)
         await pool.start()
-        transport = WeightTransport(self.cfg, pool, self.job_dir, self.run_id, "gloo")
-        stack.push_async_callback(transport.teardown)
-        stack.push_async_callback(asyncio.to_thread, transport.remove_files)
-        if self.plan.remote:
-            host = ActorHandle(f"{self.run_id}-sync", self.rank.address, "control")
-            self.sides[name] = InProcess(self.sync, host, self.cfg, name, pool, transport)
-        else:
-            self.sync.attach_explorer(name, pool, transport)
-            self.sides[name] = self.sync
+        self.sync.attach_explorer(name, pool)
+        stack.push_async_callback(self.sync.detach_explorer, name)
 
     async def run(self) -> None:
         sides = [self.explore(name) for name in self.plan.explorers]
@@ -220,7 +209,7 @@ class Stage:
 
     # the explorers ------------------------------------------------------------------------
     async def explore(self, name: str) -> None:
-        side = self.sides[name]
+        side = self.sync
         watcher = asyncio.ensure_future(self.watch(name))
         n_steps, seconds = self.plan.explorers[name]
         for step in range(1, n_steps + 1):
@@ -229,13 +218,13 @@ class Stage:
             if await side.explorer_should_sync(name, step):
                 self.seen[name].append(await side.explorer_sync(name, step))
         self.seen[name].append(await side.explorer_sync(name, n_steps, final=True))
-        await side.explorer_stopped(name, n_steps)
+        await side.explorer_stopped(name)
         watcher.cancel()
         await asyncio.gather(watcher, return_exceptions=True)
 
     async def watch(self, name: str) -> None:
         while self.plan.style == "fully_async":
-            self.seen[name].append(await self.sides[name].watch(name))
+            self.seen[name].append(await self.sync.watch(name))
 
     # a loss -------------------------------------------------------------------------------
     async def kill(self) -> None:
@@ -264,31 +253,10 @@ class Stage:
             "engines": engines,
             "statuses": {s.value: n for s, n in state.explorer_status_counts.items()},
             "trainer": state.trainer.value,
-            "files": list(self.sync._carrier.shelf.versions),
+            "files": list(self.sync.transfers.shelf.versions),
             "reborn": getattr(self, "reborn", None),
             "timeouts": self.sync.timeouts,
         }
-
-
-class InProcess(RemoteSynchronizer):
-    """The remote side's protocol with the synchronizer beside it, without the wire."""
-
-    def __init__(self, sync: Synchronizer, *args: Any) -> None:
-        super().__init__(*args)
-        self.sync = sync
-
-    async def _call(self, method: str, *args: Any, waits: bool = False) -> Any:
-        return await getattr(self.sync, method)(*args)
-
-
-class Module:
-    """Somebody who takes part, alive until its worker is killed or it is released."""
-
-    async def is_alive(self) -> bool:
-        return True
-
-    async def pid(self) -> int:
-        return os.getpid()
 
 
 def expected_checksum(step: int) -> int:

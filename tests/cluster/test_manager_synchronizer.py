@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sync_actors import Module, Plan, SyncHost, spread
+from sync_actors import Plan, SyncHost, spread
 
 from trinity_dask.cluster import RunCluster, call, start_actor, stop_actor
-from trinity_dask.config.schema import Config
-from trinity_dask.manager import Synchronizer
-from trinity_dask.sync.sync_registry import registered_name
 
 WAIT_S = 200.0
 SHORT = 0.03  # what the scenarios of the reference count in seconds, scaled down
@@ -74,16 +69,16 @@ def test_every_style_by_every_method_ends_with_the_last_weights(
 
 
 @pytest.mark.parametrize(
-    ("style", "method", "remote"),
+    ("style", "method"),
     [
-        ("fixed", "checkpoint", False),
-        ("explorer_driven", "memory", False),
-        ("fully_async", "memory", True),
-        ("trainer_driven", "checkpoint", True),
+        ("fixed", "checkpoint"),
+        ("explorer_driven", "memory"),
+        ("fully_async", "memory"),
+        ("trainer_driven", "checkpoint"),
     ],
 )
 def test_a_slow_and_a_quick_explorer_share_one_trainer(
-    cluster: RunCluster, host: Any, tmp_path: Path, style: str, method: str, remote: bool
+    cluster: RunCluster, host: Any, tmp_path: Path, style: str, method: str
 ) -> None:
     plan = Plan(
         style=style,
@@ -92,7 +87,6 @@ def test_a_slow_and_a_quick_explorer_share_one_trainer(
         train_s=[3 * SHORT, 2 * SHORT],
         explorers={"slow": (8, 2.5 * SHORT), "quick": (8, 0.5 * SHORT)},
         engines={"slow": ["engine-0"], "quick": ["engine-1"]},
-        remote=remote,
     )
     told = play(cluster, host, plan, tmp_path)
     assert set(told["engines"].values()) == {8}  # both took the last weights at their end
@@ -123,49 +117,3 @@ def test_fault_13_a_reborn_engine_serves_and_is_labelled_with_what_it_got(
     labels = {max(asked, step) for asked, step in told["sent"]}
     assert told["reborn"]["model_version"] in labels
     assert set(told["engines"].values()) == {6}
-
-
-def config(name: str, **synchronizer: Any) -> Config:
-    cfg = Config(mode="both", name=name)
-    for key, value in synchronizer.items():
-        setattr(cfg.synchronizer, key, value)
-    return cfg
-
-
-def test_a_shared_synchronizer_outlives_the_trainer_and_goes_with_the_last_explorer(
-    cluster: RunCluster,
-) -> None:
-    client, cfg = cluster.client, config("shared", sync_method="memory")
-
-    def get() -> Any:
-        return client.sync(Synchronizer.get_actor, cfg, client=client, timeout_s=WAIT_S)
-
-    def ask(method: str, *args: Any) -> Any:
-        return call(client, shared, method, *args, timeout=WAIT_S)
-
-    shared = get()
-    assert get() == shared
-    trainer = start_actor(client, Module, slot="trainer-0", key="m-trainer", timeout=WAIT_S)
-    explorer = start_actor(client, Module, slot="engine-0", key="m-explorer", timeout=WAIT_S)
-    ask("set_trainer_status", "running")
-    ask("register_explorer", "e")
-    ask("add_module", trainer.handle, "trainer")
-    ask("add_module", explorer.handle, "e")
-
-    os.kill(call(client, trainer.handle, "pid", timeout=WAIT_S), signal.SIGKILL)
-    until(lambda: ask("get_trainer_status").value == "stopped")
-    assert {s.value: n for s, n in ask("get_explorer_status_counts").items()}["running"] == 1
-
-    os.kill(call(client, explorer.handle, "pid", timeout=WAIT_S), signal.SIGKILL)
-    start = time.monotonic()
-    until(lambda: registered_name(cfg) not in client.list_datasets())
-    assert time.monotonic() - start < 60  # about two seconds on a machine with nothing else to do
-    for ref in (trainer, explorer):
-        stop_actor(ref)
-
-
-def until(true: Any) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

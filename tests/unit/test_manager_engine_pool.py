@@ -19,7 +19,7 @@ from trinity_dask.cluster.rpc import ActorHandle, ActorLost
 from trinity_dask.engines import pool as engine_pool
 from trinity_dask.engines.pool import EnginePool
 from trinity_dask.models.protocol import EngineSpec
-from trinity_dask.weights.membership import Member, WeightGroup
+from trinity_dask.weights.group import Member, TransferMembers
 
 AWAY_TICKS = 5  # a killed worker is back after these
 PATIENCE_TICKS = 25  # and one that is not back after these is not waited for
@@ -232,7 +232,7 @@ def test_a_second_death_at_any_moment_of_a_start_is_one_more_loss(ticks: int) ->
 
 
 def test_a_change_of_members_is_a_new_generation() -> None:
-    group = WeightGroup(backend="gloo", timeout_s=1.0)
+    group = TransferMembers(backend="gloo", timeout_s=1.0)
     two = (Member("engine-0", "a"), Member("engine-1", "b", ranks=2))
     specs = group.next_generation("t", two, "host", 1)
     assert {s: (p.rank_offset, p.world_size) for s, p in specs.items()} == {

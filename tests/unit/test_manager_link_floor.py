@@ -10,15 +10,13 @@ from typing import Any
 import fsspec
 import pytest
 
-from trinity_dask.sync import link_floor
-from trinity_dask.sync.link_floor import FileFloor, share
+from trinity_dask.sync import shelf as shelf_module
 from trinity_dask.sync.shelf import WeightShelf
 
 
 def measured(shelf: WeightShelf, times: int = 1) -> list[Any]:
     async def body() -> list[Any]:
-        floor = FileFloor()
-        return [await floor.bytes_per_s(shelf, 10_000) for _ in range(times)]
+        return [await shelf.bare_bytes_per_s(10_000) for _ in range(times)]
 
     return asyncio.run(asyncio.wait_for(body(), 60))
 
@@ -44,11 +42,5 @@ def test_what_cannot_be_measured_stays_unknown(
 ) -> None:
     (tmp_path / "file").write_text("")
     assert measured(WeightShelf(tmp_path / "file" / "below")) == [None]
-    monkeypatch.setattr(link_floor, "DEADLINE_S", 0.0)
+    monkeypatch.setattr(shelf_module, "MEASURE_TIMEOUT_S", 0.0)
     assert measured(WeightShelf(tmp_path / "slow"), times=2) == [None, None]
-    assert share(100, None, 1.0) == {}
-
-
-def test_the_share_is_that_of_the_time_taken() -> None:
-    assert share(100, 200.0, 2.0) == {"sync/floor_share": 0.25}
-    assert share(100, 200.0, 0.0)["sync/floor_share"] > 1e6

@@ -1,4 +1,4 @@
-"""The synchronizer's calls that need no cluster: statuses, versions, hand-shake, losses."""
+"""The synchronizer's calls that need no cluster: published versions, deadlines, cancelled waits."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from trinity_dask.config.schema import SynchronizerConfig
-from trinity_dask.manager import RunningStatus, Synchronizer
-from trinity_dask.sync.state import REQUIRE_SYNC, RUNNING, STOPPED
+from trinity_dask.manager import Synchronizer
+from trinity_dask.sync.state import RUNNING
+from trinity_dask.weights.files import read_safetensors, write_safetensors
 
 pytestmark = pytest.mark.timeout(120)
 WEIGHTS = {"w": torch.arange(4.0)}
@@ -24,42 +25,37 @@ def synchronizer(path: Path, style: str = "fixed", method: str = "memory", **key
 
 
 def counts(sync: Any) -> dict[str, int]:
-    return {status.value: n for status, n in sync.explorer_status_counts.items() if n}
+    return {status.value: n for status, n in sync.state.explorer_status_counts.items() if n}
 
 
 def test_published_versions_grow_and_the_second_content_of_a_path_is_seen(tmp_path: Path) -> None:
     async def body() -> None:
         sync = synchronizer(tmp_path)
-        assert await sync.get_model_state_dict() == (None, 0)
-        assert await sync.get_state_dict_meta() is None
-        await sync.set_model_state_dict(WEIGHTS, 3)
-        await sync.set_model_state_dict({"w": torch.ones(4)}, 3)
-        state, version = await sync.get_model_state_dict()
-        assert version == sync.model_version == await sync.get_latest_model_version() == 3
+        assert sync.published is None
+        await sync.put(3, WEIGHTS)
+        first = sync.published.receipt.checksum
+        await sync.put(3, {"w": torch.ones(4)})
+        assert sync.published.version == sync.state.model_version == 3
+        assert sync.published.receipt.checksum != first
+        state = {name: t.clone() for name, t in read_safetensors(sync.published.path)}
         torch.testing.assert_close(state["w"], torch.ones(4))
-        assert await sync.get_state_dict_meta() == [("w", "float32", (4,))]
         with pytest.raises(ValueError, match="version 2 is older than 3"):
-            await sync.set_model_state_dict(WEIGHTS, 2)
+            await sync.put(2, WEIGHTS)
         await sync.close()
 
     asyncio.run(body())
 
 
-def test_a_checkpoint_is_published_with_its_last_shard_and_stays_readable(tmp_path: Path) -> None:
-    from trinity_dask.weights.files import read_safetensors, write_safetensors
-
+def test_what_others_wrote_stays_readable_until_it_is_swept(tmp_path: Path) -> None:
     export = tmp_path / "global_step_4" / "huggingface"
     write_safetensors(str(export / "model.safetensors"), WEIGHTS.items())
 
     async def body() -> None:
         sync = synchronizer(tmp_path, method="checkpoint")
-        await sync.set_model_state_dict_with_step_num(4, 2)
-        assert (sync.model_version, sync.checkpoint_shard_counter[4]) == (0, 1)
-        assert await sync.set_model_state_dict_with_step_num(4, 2) == 4
-        path, version = await sync.get_model_state_dict()
+        path = (await sync.put(4, str(export))).path
         shutil.rmtree(export)  # as the trainer does with old checkpoints
         found = dict(read_safetensors(path))
-        assert (version, list(found)) == (4, ["w"])
+        assert (sync.published.version, list(found)) == (4, ["w"])
         torch.testing.assert_close(found["w"], WEIGHTS["w"])
         await sync.close()
         assert not Path(path).exists()
@@ -67,122 +63,105 @@ def test_a_checkpoint_is_published_with_its_last_shard_and_stays_readable(tmp_pa
     asyncio.run(body())
 
 
-@pytest.mark.parametrize("end", ["published", "stopped", "nothing new", "late"])
-def test_a_wait_for_a_version_leaves_no_status_behind(tmp_path: Path, end: str) -> None:
-    async def body() -> None:
-        limit = {"sync_timeout_s": 0.05} if end == "late" else {}
-        sync = synchronizer(tmp_path, **limit)
-        await sync.set_trainer_status("running")
-        await sync.set_explorer_status(RUNNING)
-        wait = asyncio.ensure_future(sync.wait_new_model_state_dict(0))
-        while counts(sync) != {"require_sync": 1} and not wait.done():
-            await asyncio.sleep(0)
-        if end == "late":
-            with pytest.raises(TimeoutError, match="a version above 0"):
-                await wait
-        else:
-            ends = {
-                "published": lambda: sync.set_model_state_dict(WEIGHTS, 2),
-                "stopped": lambda: sync.set_trainer_status(RunningStatus.STOPPED),
-                "nothing new": sync.notify_no_new_model_state_dict,
-            }
-            await ends[end]()
-            assert await wait == (2 if end == "published" else 0)
-        assert counts(sync) == {"running": 1}
-        await sync.close()
-
-    asyncio.run(body())
-
-
-def test_statuses_are_those_of_known_explorers(tmp_path: Path) -> None:
-    async def body() -> None:
-        sync = synchronizer(tmp_path)
-        assert sync.trainer_status is STOPPED
-        assert await sync.trainer_requires_weight_sync() is None
-        await sync.set_explorer_status(RUNNING)
-        await sync.set_explorer_status(RUNNING)
-        await sync.set_explorer_status(REQUIRE_SYNC, RUNNING)
-        assert counts(sync) == {"running": 1, "require_sync": 1}
-        assert await sync.explorer_requires_sync()
-        with pytest.raises(ValueError, match="no explorer is 'stopped'"):
-            await sync.set_explorer_status(RUNNING, STOPPED)
-        with pytest.raises(ValueError, match="both 'running'"):
-            await sync.set_explorer_status(RUNNING, RUNNING)
-
-    asyncio.run(body())
-
-
-def test_both_sides_of_a_broadcast_meet_or_neither_does(tmp_path: Path) -> None:
-    async def body() -> None:
-        sync = synchronizer(tmp_path, method="nccl", sync_timeout_s=30.0)
-        await sync.set_trainer_status("running")
-        assert await sync.ready_to_nccl_sync("trainer", 1) is None  # nobody is there
-        await sync.register_explorer("e")
-        both = (sync.ready_to_nccl_sync("trainer", 2), sync.ready_to_nccl_sync("explorer"))
-        assert await asyncio.gather(*both) == [2, 2]
-        assert (sync.trainer_status, counts(sync)) == (RUNNING, {"running": 1})
-
-        waiting = asyncio.ensure_future(sync.ready_to_nccl_sync("explorer"))
-        while counts(sync) != {"require_sync": 1}:
-            await asyncio.sleep(0)
-        await sync.trainer_stopped(2)
-        assert await waiting is None
-        assert counts(sync) == {"running": 1}
-        with pytest.raises(ValueError, match="module must be one of"):
-            await sync.ready_to_nccl_sync("critic")
-
-    asyncio.run(body())
-
-
 def test_a_late_peer_costs_a_time_out_and_no_status(tmp_path: Path) -> None:
     async def body() -> None:
         sync = synchronizer(tmp_path, "explorer_driven", "nccl", sync_timeout_s=0.05)
-        await sync.set_trainer_status("running")
+        sync.state.trainer_joined(0)
         await sync.register_explorer("e")
-        assert await sync.ready_to_nccl_sync("trainer", 1) is None
-        assert sync.trainer_status is RUNNING
         # the trainer does not come to the boundary: the explorer goes on with what it has
         assert await sync.explorer_sync("e", 1) == -1
         assert counts(sync) == {"running": 1}
-        assert sync.timeouts == 2
+        assert sync.timeouts == 1
         sync.cfg.sync_style = sync.state.style = "fixed"
         with pytest.raises(TimeoutError, match="explorer 'e' at step 2: the trainer to finish"):
             await sync.explorer_sync("e", 2)
         assert counts(sync) == {"running": 1}
+        with pytest.raises(TimeoutError, match="trainer at step 2: the explorer to take"):
+            await sync.trainer_sync(2, 2)
+        assert sync.state.trainer is RUNNING
 
     asyncio.run(body())
 
 
-class Killed:
-    """A module whose process is gone as soon as ``dead`` is set."""
-
-    dead = False
-
-    async def is_alive(self) -> bool:
-        return not self.dead
-
-
-def test_the_dead_are_noticed_and_release_who_waits_for_them(tmp_path: Path) -> None:
+def test_the_dead_release_who_waits_for_them(tmp_path: Path) -> None:
     async def body() -> None:
         sync = synchronizer(tmp_path, method="checkpoint")
-        trainer, explorer = Killed(), Killed()
-        await sync.set_trainer_status("running")
+        sync.state.trainer_joined(0)
         await sync.register_explorer("e")
-        await sync.add_module(trainer, "trainer")
-        await sync.add_module(explorer, "e")
         waiting = asyncio.ensure_future(sync.explorer_sync("e", 1))
-        trainer.dead = True
+        while counts(sync) != {"require_sync": 1}:
+            await asyncio.sleep(0)
+        sync.state.trainer_died()
+        sync.notify()
         assert await waiting == -1  # on the weights it has
-        assert sync.trainer_status is STOPPED
-        explorer.dead = True
-        gone = asyncio.Event()
-
-        async def abandoned() -> None:
-            gone.set()
-
-        sync.on_abandoned = abandoned
-        await asyncio.wait_for(gone.wait(), 60)
+        await sync.explorer_stopped("e")
         assert counts(sync) == {"stopped": 1}
+
+    asyncio.run(body())
+
+
+class Gate:
+    """Transfers that take as long as the test says, and end as it says."""
+
+    def __init__(self, sync: Any) -> None:
+        self.sent: list[tuple[str, int]] = []
+        self.open = asyncio.Event()
+        self.error: Exception | None = None
+        sync.transfers.load = self
+
+    async def __call__(self, name: str, version: int) -> None:
+        self.sent.append((name, version))
+        await self.open.wait()
+        if self.error is not None:
+            raise self.error
+
+
+def test_the_trainer_brings_its_weights_and_a_transfer_is_not_cut_by_who_waits_for_it(
+    tmp_path: Path,
+) -> None:
+    async def body() -> None:
+        sync = synchronizer(tmp_path, "fixed", "nccl", sync_timeout_s=0.2)
+        gate = Gate(sync)
+        sync.state.trainer_joined(0)
+        await sync.register_explorer("e")
+        explorer = asyncio.ensure_future(sync.explorer_sync("e", 1))
+        trainer = asyncio.ensure_future(sync.trainer_sync(1, 1))
+        await asyncio.sleep(0.5)  # longer than either side waits for the other
+        assert gate.sent == [("e", 1)]
+        assert not explorer.done() and not trainer.done()  # noqa: PT018
+        gate.open.set()
+        assert await asyncio.gather(explorer, trainer) == [1, 1]
+        assert counts(sync) == {"running": 1}
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_transfer_that_breaks_is_the_trainer_s_only_while_the_explorer_is_there(
+    tmp_path: Path, stopped: bool
+) -> None:
+    async def body() -> None:
+        sync = synchronizer(tmp_path, "fully_async", "nccl")
+        gate = Gate(sync)
+        sync.state.trainer_joined(0)
+        await sync.register_explorer("e")
+        watch = asyncio.ensure_future(sync.watch("e", 60.0))
+        trainer = asyncio.ensure_future(sync.trainer_sync(1, 1))
+        while not gate.sent:
+            await asyncio.sleep(0)
+        gate.error = RuntimeError("the engines are gone")
+        if stopped:
+            leaving = asyncio.ensure_future(sync.explorer_stopped("e"))
+            await asyncio.sleep(0.05)
+            assert not leaving.done()  # its engines are still being written to
+            gate.open.set()
+            await leaving
+            assert await asyncio.gather(watch, trainer) == [-1, -1]
+        else:
+            gate.open.set()
+            ends = await asyncio.gather(watch, trainer, return_exceptions=True)
+            assert ["the engines are gone" in str(end) for end in ends] == [True, True]
+        assert sync.state.trainer is RUNNING
 
     asyncio.run(body())
 
@@ -190,7 +169,7 @@ def test_the_dead_are_noticed_and_release_who_waits_for_them(tmp_path: Path) -> 
 def test_a_cancelled_explorer_does_not_stay_at_its_boundary(tmp_path: Path) -> None:
     async def body() -> None:
         sync = synchronizer(tmp_path, method="checkpoint")
-        await sync.set_trainer_status("running")
+        sync.state.trainer_joined(0)
         await sync.register_explorer("e")
         waiting = asyncio.ensure_future(sync.explorer_sync("e", 1))
         while counts(sync) != {"require_sync": 1}:

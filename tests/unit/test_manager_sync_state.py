@@ -70,9 +70,9 @@ class World:
 
     def answer(self, e):
         self.look()
-        if e.phase not in ("waiting", "ending") or not self.state.answered(e.name):
+        if e.phase not in ("waiting", "ending") or not self.state.may_pass(e.name):
             return False
-        version = self.state.offer(e.name)
+        version = self.state.may_fetch(e.name)
         if version is None:
             self.end_wait(e)
         else:
@@ -88,9 +88,11 @@ class World:
 
     def watch(self, e):
         free = self.state.style == "fully_async" and e.phase == "exploring" and not e.watching
-        if not free or self.state.offer(e.name) is None:
+        self.state.explorers[e.name].watching = free
+        if not free or self.state.may_fetch(e.name) is None:
             return False
-        self.start_load(e, self.state.offer(e.name))
+        self.start_load(e, self.state.may_fetch(e.name))
+        self.state.explorers[e.name].watching = False
         e.watching = True
         return True
 
@@ -149,6 +151,21 @@ class World:
             self.trainer = "blocked"
         return True
 
+    def bring(self):
+        name = self.state.receiver
+        if name is None:
+            return False
+        assert self.trainer == "blocked"
+        (e,) = (e for e in self.explorers if e.name == name)
+        position = self.state.explorers[name]
+        assert position.watching or e.phase in ("waiting", "ending"), "it stands not ready"
+        self.start_load(e, self.state.trainer_version)
+        if position.watching:
+            position.watching, e.watching = False, True
+        else:
+            e.phase = "loading" if e.phase == "waiting" else "ending"
+        return True
+
     def go_on(self):
         self.look()
         if self.trainer != "blocked" or not self.state.trainer_may_continue:
@@ -201,7 +218,7 @@ class World:
         return explorers and self.trainer in ("stopped", "dead")
 
     def moves(self):
-        alone = [self.train, self.go_on, self.starve, self.resume]
+        alone = [self.train, self.bring, self.go_on, self.starve, self.resume]
         each = [self.explore, self.answer, self.watch, self.loaded]
         return alone + [lambda m=m, e=e: m(e) for e in self.explorers for m in each]
 

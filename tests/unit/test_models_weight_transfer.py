@@ -26,9 +26,7 @@ from trinity_dask.weights.buckets import (
     write_safetensors,
 )
 from trinity_dask.weights.checksum import Digest, checksum
-from trinity_dask.weights.group import rank_of_worker
-from trinity_dask.weights.membership import Member, engine_ranks
-from trinity_dask.weights.membership import WeightGroup as FormedGroup
+from trinity_dask.weights.group import Member, TransferMembers, engine_ranks, rank_of_worker
 
 
 def weights(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
@@ -217,7 +215,7 @@ def engine(ranks: int, replicas: int = 1) -> list[SimpleNamespace]:
 
 
 def test_workers_of_all_engines_have_the_ranks_after_the_trainer():
-    group = FormedGroup("nccl", 60.0)
+    group = TransferMembers("nccl", 60.0)
     engines = {"a": engine(2), "b": engine(1), "c": engine(2, replicas=2)}
     members = tuple(Member(slot, "1", len(workers)) for slot, workers in engines.items())
     specs = group.next_generation("rank0", members, "host", 1)
@@ -238,7 +236,7 @@ def test_an_engine_takes_as_many_ranks_as_it_has_workers():
 def test_every_worker_of_a_parallel_engine_receives_the_same_bytes():
     """One trainer, an engine of two workers and one of one, over gloo."""
     port, sent = free_port(), weights()
-    group = FormedGroup("gloo", 60.0, floor_bytes=4096)
+    group = TransferMembers("gloo", 60.0, floor_bytes=4096)
     members = (Member("a", "1", 2), Member("b", "1", 1))
     specs = group.next_generation("rank0", members, "127.0.0.1", port)
     workers = [("a", worker) for worker in engine(2)] + [("b", worker) for worker in engine(1)]

@@ -161,7 +161,7 @@ def test_what_others_remove_stays_on_the_shelf(tmp_path: Path, as_directory: boo
     write_weights(str(source), weights(1))
     shelf = WeightShelf(tmp_path / "ours")
     for _ in range(2):  # the same version again, as after a retry
-        path = shelf.hold(1, str(source.parent if as_directory else source))
+        path = shelf.take(1, str(source.parent if as_directory else source)).path
     shelf.put(Published(1, path, WeightReceipt(1, 0, 0, 0.0)))
     source.unlink()
     expect(path, 1)

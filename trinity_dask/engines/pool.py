@@ -29,7 +29,7 @@ from trinity_dask.engines.arrivals import Arrivals
 from trinity_dask.engines.errors import EngineFailed, EngineGone, WeightMismatch
 from trinity_dask.models.actor.actor import EngineActor
 from trinity_dask.models.protocol import EngineSpec
-from trinity_dask.weights.membership import Member, engine_ranks
+from trinity_dask.weights.group import Member, engine_ranks
 
 log = logging.getLogger("trinity_dask.engines")
 

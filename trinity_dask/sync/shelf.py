@@ -3,13 +3,17 @@
 Invariant: a file on the shelf is whole (it was renamed into place, or its marker was written
 after it, and its checksum is known), and it is removed only when it is neither the newest nor
 wanted by anyone who said so. What others publish is held by links of the shelf's own, so that
-their removing it takes it from no reader.
+their removing it takes it from no reader. The bare speed of the place is measured once, with a
+sample, and given up at a deadline: a run starts no later for it, and without it runs all the same.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import shutil
+import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,9 +22,16 @@ from typing import Any, Optional
 
 import numpy as np
 
-from trinity_dask.models.protocol import WeightReceipt
+from trinity_dask.models.protocol import WeightReceipt, WeightUpdate
+from trinity_dask.weights.checksum import Digest
+from trinity_dask.weights.files import read_safetensors
 from trinity_dask.weights.shared_memory import remove_free, set_free
-from trinity_dask.weights.urls import is_url, local_path, remove_weights
+from trinity_dask.weights.urls import fetched, is_url, local_path, remove_weights, write_weights
+
+log = logging.getLogger("trinity_dask.weights")
+
+SAMPLE_BYTES = 16 << 20
+MEASURE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -58,6 +69,8 @@ class WeightShelf:
         self.in_memory = in_memory  # its files are written again, see :mod:`shared_weights`
         self.users: set[str] = set()
         self._held: dict[int, Published] = {}
+        self._bare: Optional[float] = None
+        self._is_measured = False
 
     @classmethod
     def for_run(
@@ -85,13 +98,28 @@ class WeightShelf:
             os.makedirs(self.base, exist_ok=True)
         return f"{self.base}/weights-{version}.safetensors"
 
-    def hold(self, version: int, source: str) -> str:
-        """A path at which the file or directory ``source`` stays until it is swept, whatever
-        becomes of ``source``.
+    def take(self, version: int, weights: Mapping[str, Any] | str) -> Published:
+        """Write tensors by name, or hold a file or directory of them so that it stays until it is
+        swept, whatever becomes of it; reads it for its checksum.
 
         Raises:
-            FileNotFoundError: there is nothing at ``source``.
+            FileNotFoundError: there is nothing at the path.
         """
+        options, start = self.storage_options, time.perf_counter()
+        if isinstance(weights, str):
+            path, digest = self._hold(version, weights), Digest()
+            update = WeightUpdate(version, "checkpoint", path=path, storage_options=options)
+            with fetched(update) as here:
+                for _ in read_safetensors(str(here.path), digest):
+                    pass
+        else:
+            path = self.path(version)
+            digest = write_weights(path, weights.items(), options)
+        seconds = time.perf_counter() - start
+        receipt = WeightReceipt(version, digest.value, digest.n_bytes, seconds)
+        return Published(version, path, receipt)
+
+    def _hold(self, version: int, source: str) -> str:
         if is_url(source) or not self.is_local:
             return source  # its own name is all that there is
         is_dir = os.path.isdir(source)
@@ -104,16 +132,38 @@ class WeightShelf:
             _link(source, target)
         return target
 
-    def round_trip(self, content: bytes) -> None:
-        """Write ``content`` beside the versions, read it, and remove it."""
+    async def bare_bytes_per_s(self, n_bytes: int) -> Optional[float]:
+        """Of a copy in memory, or of a write and a read where the versions lie, when nothing is
+        done with the bytes; measured at the first call. None if that took too long or failed."""
+        if not self._is_measured:
+            self._is_measured = True
+            sample = max(min(n_bytes, SAMPLE_BYTES), 1)
+            try:
+                async with asyncio.timeout(MEASURE_TIMEOUT_S):
+                    seconds = await asyncio.to_thread(self._timed_copy, sample)
+                self._bare = sample / max(seconds, 1e-9)
+            except Exception as error:
+                log.info("the bare speed of %s is not known: %r", self.base, error)
+        return self._bare
+
+    def _timed_copy(self, n_bytes: int) -> float:
+        data = np.ones(n_bytes, dtype=np.uint8)
+        if self.in_memory:
+            target = np.zeros_like(data)  # its pages are there before the clock runs
+            start = time.perf_counter()
+            target[:] = data
+            return time.perf_counter() - start
         import fsspec
 
+        content = data.tobytes()
+        start = time.perf_counter()
         if self.is_local:
             os.makedirs(self.base, exist_ok=True)
         fs, root = fsspec.url_to_fs(f"{self.base}/.speed", **self.storage_options)
         try:
             fs.pipe_file(root, content)
             fs.cat_file(root)
+            return time.perf_counter() - start
         finally:
             with suppress(FileNotFoundError):
                 fs.rm_file(root)

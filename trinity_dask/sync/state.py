@@ -40,6 +40,7 @@ class ExplorerPosition:
     loading: Optional[int] = None  # the version that is on its way to its engines
     submitted: int = 0  # batches it has begun, over all incarnations of the job
     paced: bool = False  # waits, with nothing under way, until it may begin another one
+    watching: bool = False  # takes newer weights under its running requests
 
     @property
     def live(self) -> bool:
@@ -125,8 +126,7 @@ class SyncState:
                 f"explorer {name!r} cannot join: synchronizer.sync_method=nccl serves one "
                 f"explorer, and {others[0]!r} is there; use checkpoint or memory"
             )
-        first = ExplorerPosition(required=self.interval)
-        self.explorers[name] = first
+        self.explorers[name] = ExplorerPosition(required=self.interval)
 
     def explorer_waiting(self, name: str, required: int, final: bool = False) -> None:
         explorer = self.explorers[name]
@@ -144,7 +144,7 @@ class SyncState:
 
     def explorer_stopped(self, name: str) -> None:
         explorer = self.explorers.setdefault(name, ExplorerPosition())
-        explorer.status, explorer.final = STOPPED, False
+        explorer.status, explorer.final, explorer.watching = STOPPED, False, False
 
     def load_started(self, name: str, version: int) -> None:
         self.explorers[name].loading = version
@@ -273,6 +273,33 @@ class SyncState:
         return self.method != "nccl" and not alone
 
     @property
+    def trainer_brings(self) -> bool:
+        """At its sync point the trainer brings its weights to the explorers that stand ready.
+        A published version, and the weights of a trainer at rest, are fetched by an explorer."""
+        return self.trainer is REQUIRE_SYNC and not self.should_publish
+
+    @property
+    def receiver(self) -> Optional[str]:
+        """The explorer to which the trainer brings its weights next; None: nobody is ready."""
+        if not self.trainer_brings:
+            return None
+        return next((name for name in self.explorers if self._is_ready(name)), None)
+
+    def _is_ready(self, name: str) -> bool:
+        explorer = self.explorers[name]
+        if not explorer.live or explorer.loading is not None or self.offer(name) is None:
+            return False
+        return explorer.watching or (explorer.status is REQUIRE_SYNC and self.answered(name))
+
+    def may_fetch(self, name: str) -> Optional[int]:
+        """The version that ``name`` can load by itself now."""
+        return None if self.trainer_brings else self.offer(name)
+
+    def may_pass(self, name: str) -> bool:
+        """``name`` is answered, and the trainer is not about to bring it anything."""
+        return self.answered(name) and not (self.trainer_brings and self.offer(name) is not None)
+
+    @property
     def trainer_may_continue(self) -> bool:
         """At a sync point, and nobody needs exactly these weights any more."""
         if self.sending:
@@ -295,6 +322,16 @@ class SyncState:
         return explorer.version < self.trainer_version
 
     # views --------------------------------------------------------------------------
+    def __str__(self) -> str:
+        explorers = "; ".join(
+            f"explorer {name!r} {e.status.value} at version {e.version}, requires {e.required}"
+            for name, e in self.explorers.items()
+        )
+        return (
+            f"trainer {self.trainer.value} at version {self.trainer_version}, batches trained "
+            f"{self.progress}; {explorers or 'no explorer'}"
+        )
+
     @property
     def live_explorers(self) -> list[ExplorerPosition]:
         return [e for e in self.explorers.values() if e.live]

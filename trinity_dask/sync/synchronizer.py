@@ -1,81 +1,70 @@
 """The synchronizer: a Dask actor that lets explorers and trainer meet, in four styles.
 
 Invariant: every waiter is woken by an event or by its deadline and leaves no status behind;
-weights are read from the trainer only while it stands still (it waits here, or has stopped);
-after a transfer every engine's checksum equals the trainer's, or the run stops.
+a decision is taken on what the buffer says at that moment, and nothing is awaited between a
+decision and the event that it leads to; weights are read from the trainer only while it
+stands still (it waits here, or has stopped); after a transfer every engine's checksum equals
+the trainer's, or the run stops.
 
-The decisions are :class:`~trinity_dask.sync.state.SyncState`; this module waits
-and moves bytes. The calls that go by Trinity-RFT's names are in
-:mod:`~trinity_dask.sync.sync_calls` and :mod:`~trinity_dask.sync.sync_group`.
+The decisions are :class:`~trinity_dask.sync.state.SyncState`, the bytes are
+:class:`~trinity_dask.sync.transfer.WeightTransfers`; this module waits.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from typing import Any, Optional
 
-from distributed import Client
-
+from trinity_dask.aio import Changes
 from trinity_dask.cluster.rpc import ActorHandle
-from trinity_dask.config.schema import Config, SynchronizerConfig
+from trinity_dask.config.schema import SynchronizerConfig
+from trinity_dask.engines.errors import WeightMismatch
 from trinity_dask.engines.pool import EnginePool
-from trinity_dask.sync.state import RunningStatus
-from trinity_dask.sync.sync_boundary import SyncBoundary
-from trinity_dask.sync.sync_calls import TRAINER
-from trinity_dask.sync.sync_registry import abandon, get_or_create
-from trinity_dask.sync.transport import WeightTransport
+from trinity_dask.sync.shelf import Published, WeightShelf
+from trinity_dask.sync.state import SyncState
+from trinity_dask.sync.transfer import WeightTransfers
 
 log = logging.getLogger("trinity_dask.synchronizer")
 
-DEFAULT_NAME = "explorer"
+TRAINER = "trainer"
+# conditions also look at things that announce no change (rows in the buffer)
+RECHECK_S = 1.0
 
 
-class Synchronizer(SyncBoundary):
-    """One per run. All methods run on its worker's event loop.
+class Synchronizer:
+    """One per job. All methods run on its worker's event loop.
 
-    Explorers whose engines are in this process are attached with their pool and transport;
-    the others call :meth:`explorer_acquire` and load what they are given themselves
-    (:class:`~trinity_dask.sync.remote_sync.RemoteSynchronizer`).
+    What an adapter with other calls stands on: ``state`` holds every status and version, and
+    whoever changes it calls :meth:`notify`; :meth:`wait` waits for a condition on it; :meth:`put`
+    publishes weights, :attr:`published` is the newest version that lies in a file;
+    ``transfers`` knows the trainer's rank 0, its tensors and the weight groups.
     """
 
     def __init__(
         self, cfg: SynchronizerConfig, job_dir: Optional[str] = None, run_id: str = "run"
     ) -> None:
-        super().__init__(cfg, job_dir, run_id)
-
-    @classmethod
-    async def get_actor(
-        cls, config: Config, client: Optional[Client] = None, timeout_s: float = 60.0
-    ) -> ActorHandle:
-        """The synchronizer of the run that ``config`` names; created, on the control worker,
-        by whoever asks first. It lives until every module that was added is gone."""
-        return await get_or_create(cls, config, client, timeout_s)
-
-    async def leave_with_modules(self, name: str) -> None:
-        """This synchronizer is shared under ``name``, until the last module is gone."""
-        self.on_abandoned = abandon(name)
-
-    async def is_alive(self) -> bool:
-        return True
+        self.cfg = cfg
+        self.job_dir = job_dir
+        self.state = SyncState(cfg.sync_style, cfg.sync_method, cfg.sync_interval, cfg.sync_offset)
+        self.state.max_staleness = cfg.max_staleness
+        self.timeouts = 0
+        shelf = WeightShelf.for_run(
+            cfg.sync_method, job_dir or ".", run_id, cfg.path, cfg.storage_options
+        )
+        self.transfers = WeightTransfers(cfg, self.state, shelf)
+        self._changes = Changes()
+        self._rows_available: Callable[[], bool] = lambda: False
+        self._writes_blocked: Callable[[], bool] = lambda: False
 
     async def close(self) -> None:
         """Nobody will ask any more: the published files go."""
-        await asyncio.to_thread(self._carrier.shelf.remove_all)
+        await asyncio.to_thread(self.transfers.shelf.remove_all)
 
     # set-up ---------------------------------------------------------------------------
-    def attach(
-        self,
-        pool: EnginePool,
-        transport: WeightTransport,
-        rows_available: Callable[[], bool] = lambda: False,
-        ensure_trainer: Optional[Callable[[], Awaitable[None]]] = None,
-    ) -> None:
-        """:meth:`attach_trainer` and :meth:`attach_explorer` for a run with one of each."""
-        self.attach_trainer(rows_available, ensure_trainer)
-        self.attach_explorer(DEFAULT_NAME, pool, transport)
-
     def attach_trainer(
         self,
         rows_available: Callable[[], bool] = lambda: False,
@@ -87,19 +76,27 @@ class Synchronizer(SyncBoundary):
         brings back trainer ranks that died while they were waiting."""
         self._rows_available, self._writes_blocked = rows_available, writes_blocked
         if ensure_trainer is not None:
-            self._carrier.ensure_trainer = ensure_trainer
+            self.transfers.ensure_trainer = ensure_trainer
 
-    def attach_explorer(self, name: str, pool: EnginePool, transport: WeightTransport) -> None:
-        """The engines of ``name`` are in this process; the synchronizer loads into them.
+    def set_trainer_rank0(self, handle: ActorHandle) -> None:
+        self.transfers.rank0 = handle
+
+    def attach_explorer(self, name: str, pool: EnginePool, backend: str = "gloo") -> None:
+        """The engines of ``name``; groups with them are of ``backend`` (``gloo`` or ``nccl``).
 
         Raises:
             ValueError: method nccl has its one explorer already.
         """
         self.state.explorer_joined(name)
-        self._carrier.attach(name, pool, transport)
+        self.transfers.attach(name, pool, backend)
 
-    def set_trainer_rank0(self, handle: ActorHandle) -> None:
-        self._carrier.trainer.rank0 = handle
+    async def detach_explorer(self, name: str) -> None:
+        """The engines of ``name`` take no more weights: they leave their group, and the
+        published files go with the last side that uses them."""
+        try:
+            await self.transfers.leave_group(name)
+        finally:
+            await asyncio.to_thread(self.transfers.shelf.leave, name)
 
     async def register_explorer(self, name: str, submitted: int = 0) -> int:
         """``name``, which has begun ``submitted`` batches (before it was resumed), takes part
@@ -112,8 +109,8 @@ class Synchronizer(SyncBoundary):
         self.state.explorer_joined(name)
         explorer = self.state.explorers[name]
         explorer.submitted = max(explorer.submitted, submitted)
-        await self._notify()
-        return self.state.explorers[name].version
+        self.notify()
+        return explorer.version
 
     async def admit(self, name: str) -> int:
         """Let the attached engines of ``name``, which joins a trainer that is there, serve.
@@ -123,49 +120,49 @@ class Synchronizer(SyncBoundary):
         """
         state = self.state
         if state.trainer_version > 0:
-            await self._wait(
+            await self.wait(
                 lambda: state.offer(name) is not None or state.trainer_lost,
                 lambda: f"explorer {name!r}: the first weights",
             )
         version = state.offer(name)
         if version is not None:
             await self._load(name, version)
-        state.explorer_running(name, state.next_required(state.progress + self.cfg.sync_offset))
-        pool = self._carrier.pool(name)
-        await pool.mark_ready(pool.slots())
-        await self._notify()
+        await self._serve(name, state.progress)
+        self.notify()
         return state.explorers[name].version
 
     async def initial_sync(self, trainer_step: int, progress: int) -> dict[str, float]:
         """Send the trainer's weights as version ``trainer_step`` before anything runs."""
         self.state.trainer_joined(trainer_step, progress)
         self.state.trainer_starved(trainer_step, progress)  # nothing to train on yet
-        for name in self._carrier.names:
-            await self._first_weights(name, trainer_step, progress)
+        for name in self.transfers.names:
+            await self._load(name, trainer_step)
+            await self._serve(name, progress)
         self.state.trainer_running()
         return dict(self.metrics)
 
-    async def _first_weights(self, name: str, version: int, progress: int) -> None:
-        await self._load(name, version)
+    async def _serve(self, name: str, progress: int) -> None:
+        """Its engines hold the first weights: rollouts may begin."""
         next_required = self.state.next_required(progress + self.cfg.sync_offset)
         self.state.explorer_running(name, next_required)
-        pool = self._carrier.pool(name)
+        pool = self.transfers.pool(name)
         await pool.mark_ready(pool.slots())
 
     async def trainer_joined(self, step: int, progress: int = 0) -> None:
         """A trainer of another process is ready at ``step``; its weights can be fetched."""
         self.state.trainer_joined(step, progress)
-        self._carrier.shelf.users.add(TRAINER)
+        self.transfers.shelf.users.add(TRAINER)
         if self.cfg.sync_method != "nccl":
-            await self._publish(step)
-        await self._notify()
+            await self.transfers.publish(step)
+        self.notify()
 
     # trainer side ---------------------------------------------------------------------
     async def trainer_sync(self, step: int, progress: int) -> int:
         """The trainer has finished ``step`` and all batches up to ``progress``.
 
-        Returns the newest version that engines serve: at once between sync points, else
-        when nobody needs the weights of this very step any more.
+        At a sync point it publishes its weights, or brings them to every explorer that stands
+        ready for them before its deadline. Returns the newest version that engines serve: at
+        once between sync points, else when nobody needs the weights of this very step any more.
 
         Raises:
             TimeoutError: style ``fixed``, and the explorer did not come. In the other
@@ -177,14 +174,16 @@ class Synchronizer(SyncBoundary):
         state.trainer_at_sync(step, progress)
         try:
             if state.should_publish:
-                await self._publish(step)
-            await self._notify()
-            await self._wait(
-                lambda: state.trainer_may_continue,
+                await self.transfers.publish(step)
+            self.notify()
+            while await self._met(
+                lambda: state.receiver is not None or state.trainer_may_continue,
                 lambda: f"trainer at step {step}: the explorer to take its weights",
-            )
-        except TimeoutError as error:
-            self._late(error)
+            ):
+                receiver = state.receiver
+                if receiver is None:
+                    break
+                await self._load(receiver, step)
         finally:
             state.trainer_running()
         return state.engine_version
@@ -192,12 +191,12 @@ class Synchronizer(SyncBoundary):
     async def trainer_starved(self, step: int) -> None:
         """The trainer cannot train on without new rows."""
         self.state.trainer_starved(step, self.state.progress)
-        await self._notify()
+        self.notify()
 
     async def trainer_resumed(self) -> None:
         """Rows arrived; weights are about to change again, once nobody reads them."""
         self.state.trainer_resuming()
-        await self._wait(
+        await self.wait(
             lambda: not self.state.sending, lambda: "trainer with new rows: a transfer to end"
         )
         self.state.trainer_running()
@@ -205,7 +204,7 @@ class Synchronizer(SyncBoundary):
     async def trainer_stopped(self, step: int, progress: Optional[int] = None) -> None:
         """No more steps. The last weights can still be fetched."""
         self.state.trainer_stopped(step, self.state.progress if progress is None else progress)
-        await self._notify()
+        self.notify()
 
     # explorer side --------------------------------------------------------------------
     async def explorer_should_sync(self, name: str, step: int) -> bool:
@@ -236,7 +235,7 @@ class Synchronizer(SyncBoundary):
             return self.state.may_submit(name, step) is not None
 
         try:
-            await self._wait(decided, lambda: f"explorer {name!r}: batch {step} to be young enough")
+            await self.wait(decided, lambda: f"explorer {name!r}: batch {step} to be young enough")
         finally:
             explorer.paced = False
         if not self.state.may_submit(name, step):
@@ -244,74 +243,184 @@ class Synchronizer(SyncBoundary):
         explorer.submitted = max(explorer.submitted, step)
         return True
 
-    async def explorer_sync(
-        self, name: str | int, step: Optional[int] = None, final: bool = False
-    ) -> int:
+    async def explorer_sync(self, name: str, step: int, final: bool = False) -> int:
         """``name`` stands, drained, after ``step``; returns the version its engines serve.
 
-        Waits for the trainer as the style says, then loads newer weights if there are any.
-        ``final``: waits for the last weights that the rows made so far can give. The form
-        without a name is for a run with one explorer.
+        Waits for the trainer as the style says: until it has brought newer weights, or until
+        they can be fetched, which is done here. ``final``: waits for the last weights that the
+        rows made so far can give.
 
         Raises:
             TimeoutError: style ``fixed`` or ``final``, and the trainer did not come. In the
                 other styles the explorer goes on with the weights it has.
         """
-        name, step = self._named(name, step)
-        version = await self._await_offer(name, step, final)
-        if version is not None:
-            try:
+        state, explorer = self.state, self.state.explorers[name]
+        state.explorer_waiting(name, max(step - self.cfg.sync_offset, 0), final)
+        try:
+            self.notify()
+            while True:
+                came = await self._met(
+                    lambda: explorer.loading is not None or state.may_pass(name),
+                    lambda: (
+                        f"explorer {name!r} at step {step}: the trainer to finish batch "
+                        f"{explorer.required}"
+                    ),
+                    strict=final,
+                )
+                if explorer.loading is None:
+                    break
+                await self._loaded(name)
+            version = state.may_fetch(name) if came else None
+            if version is not None:
                 await self._load(name, version)
-            finally:
-                self.state.explorer_running(name)
-                await self._notify()
-        await self._passed(name, step)
-        return self.state.explorers[name].version
+        finally:
+            state.explorer_running(name)
+            self.notify()
+        state.explorer_running(name, state.next_required(step))
+        return explorer.version
 
     async def watch(self, name: str, timeout_s: Optional[float] = None) -> int:
-        """Style ``fully_async``: load the next version into the engines of ``name``, under
+        """Style ``fully_async``: take the next version into the engines of ``name``, under
         their running requests, as soon as there is one.
 
         Returns the version they serve: the new one, or the same after ``timeout_s``
         (default ``sync_timeout_s``) or when the explorer stopped.
         """
-        version = await self._await_newer(name, timeout_s)
-        if version is not None:
+        state, explorer = self.state, self.state.explorers[name]
+        served = explorer.version
+
+        def ready() -> bool:
+            news = explorer.version > served or state.may_fetch(name) is not None
+            return not explorer.live or (explorer.loading is None and news)
+
+        explorer.watching = explorer.live
+        try:
+            self.notify()
+            await self.wait(ready, lambda: f"explorer {name!r}: a newer version", timeout_s)
+        except TimeoutError:
+            return explorer.version
+        finally:
+            explorer.watching = False
+        version = state.may_fetch(name)
+        if explorer.live and explorer.version == served and version is not None:
             await self._load(name, version)
-        return self.state.explorers[name].version
+        return explorer.version
 
-    async def explorer_stopped(self, name: str | int, step: Optional[int] = None) -> None:
-        """``name`` explores no more. Nobody waits for it, and its own waits end."""
-        name, _ = self._named(name, step)
+    async def explorer_stopped(self, name: str) -> None:
+        """``name`` explores no more: nobody waits for it, and its own waits end. Returns when
+        nothing is on its way to its engines any more."""
         self.state.explorer_stopped(name)
-        self._carrier.sweep(self.state)
-        await self._notify()
+        self.transfers.sweep()
+        self.notify()
+        with suppress(RuntimeError):  # a failure is for those who go on
+            await self._loaded(name)
 
-    def _named(self, name: str | int, step: Optional[int]) -> tuple[str, int]:
-        """``(name, step)``, also of a call with the step alone."""
-        if isinstance(name, str):
-            return name, 0 if step is None else step
-        if len(self.state.explorers) != 1:
+    # versions -------------------------------------------------------------------------
+    async def put(self, version: int, weights: Mapping[str, Any] | str) -> Published:
+        """Publish ``weights`` that somebody else has: tensors by name, or a safetensors file
+        or directory.
+
+        Raises:
+            ValueError: a newer version is published already.
+            FileNotFoundError: no weights at the path.
+        """
+        if version < self.state.published:
             raise ValueError(
-                f"which explorer? {sorted(self.state.explorers)} take part; pass the name first"
+                f"version {version} is older than {self.state.published}, which is "
+                "published; versions only grow"
             )
-        return next(iter(self.state.explorers)), name
+        published = await self.transfers.put(version, weights)
+        self.notify()
+        return published
 
-    # queries --------------------------------------------------------------------------
-    async def stats(self) -> dict[str, Any]:
-        s = self.state
-        return {
-            "trainer": s.trainer.value,
-            "explorer": self._explorer_status().value,
-            "explorers": {n: (e.status.value, e.version) for n, e in s.explorers.items()},
-            "model_version": s.engine_version,
-            "trainer_version": s.trainer_version,
-            "progress": s.progress,
-            "transfers": self._carrier.transfers,
-            "timeouts": self.timeouts,
-        }
+    @property
+    def published(self) -> Optional[Published]:
+        """The newest version that lies in a file."""
+        return self.transfers.shelf.get(self.state.published)
 
-    def _explorer_status(self) -> RunningStatus:
-        """Of the one explorer; of several, RUNNING while any of them is."""
-        counts = self.state.explorer_status_counts
-        return next((status for status, n in counts.items() if n), RunningStatus.STOPPED)
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the last transfer: bytes, seconds, version, and the probe's gap in nats."""
+        return self.transfers.metrics
+
+    # waiting and loading --------------------------------------------------------------
+    async def wait(
+        self,
+        ready: Callable[[], bool],
+        what: Callable[[], str],
+        timeout_s: Optional[float] = None,
+    ) -> None:
+        """Return when ``ready()``; it is asked at every change and once a second.
+
+        Raises:
+            TimeoutError: not within ``timeout_s`` (default: ``sync_timeout_s``).
+            RuntimeError: the synchronisation failed meanwhile.
+        """
+        limit = self.cfg.sync_timeout_s if timeout_s is None else timeout_s
+
+        def woken() -> bool:
+            self._look()
+            return ready()
+
+        if not await self._changes.until(woken, limit, RECHECK_S):
+            raise TimeoutError(
+                f"{what()} ({self.state}): not within synchronizer.sync_timeout_s = {limit:g} s"
+            )
+
+    def notify(self) -> None:
+        """``state`` has changed: every waiter looks again."""
+        self._changes.notify()
+
+    def fail(self, error: BaseException) -> None:
+        """End every wait, now and later, with ``error``; the first one counts."""
+        failure = RuntimeError(f"weight synchronisation failed: {error}")
+        failure.__cause__ = error
+        self._changes.fail(failure)
+
+    def _look(self) -> None:
+        self.state.rows_available = self._rows_available()
+        self.state.writes_blocked = self._writes_blocked()
+
+    async def _met(
+        self, ready: Callable[[], bool], what: Callable[[], str], strict: bool = False
+    ) -> bool:
+        """Whether the other side came in time. Style ``fixed`` promises a version at each
+        boundary, so there (or with ``strict``) a miss is an error."""
+        try:
+            await self.wait(ready, what)
+        except TimeoutError as error:
+            if strict or self.cfg.sync_style == "fixed":
+                raise
+            self.timeouts += 1
+            log.warning("%s; going on without", error)
+            return False
+        return True
+
+    async def _loaded(self, name: str) -> None:
+        """Nothing is on its way to the engines of ``name``; a transfer has its own deadlines."""
+        explorer = self.state.explorers[name]
+        await self.wait(
+            lambda: explorer.loading is None, lambda: f"explorer {name!r}: a transfer", math.inf
+        )
+
+    async def _load(self, name: str, version: int) -> None:
+        """Into every engine of ``name``. An error ends the run of a lone explorer; beside
+        others it is that explorer's own, unless engine and trainer differ. It is nobody's
+        once the explorer has stopped."""
+        state, explorer = self.state, self.state.explorers[name]
+        state.load_started(name, version)
+        reached = None
+        try:
+            await self.transfers.load(name, version)
+            reached = version
+        except Exception as error:
+            if isinstance(error, WeightMismatch) or state.live_explorers == [explorer]:
+                self.fail(error)
+            elif not explorer.live:
+                log.info("explorer %r stopped while it got version %d: %s", name, version, error)
+                return
+            raise
+        finally:
+            state.load_ended(name, reached)
+            self.transfers.sweep()
+            self.notify()

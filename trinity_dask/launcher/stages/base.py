@@ -36,7 +36,6 @@ from trinity_dask.launcher.specs import (
 from trinity_dask.launcher.status import StatusBoard
 from trinity_dask.monitor.monitor import Monitor
 from trinity_dask.sync.synchronizer import Synchronizer
-from trinity_dask.sync.transport import WeightTransport
 from trinity_dask.trainer.trainer import Trainer
 
 log = logging.getLogger("trinity_dask.stage")
@@ -151,12 +150,10 @@ class StageRunner:
     def _attach_explorer(self, stack: AsyncExitStack) -> None:
         assert self.pool is not None
         assert self.synchronizer is not None
-        transport = WeightTransport(
-            self.cfg.synchronizer, self.pool, str(self.job_dir), self.run_id, self._backend
-        )
-        stack.push_async_callback(asyncio.to_thread, transport.remove_files)
-        stack.push_async_callback(bounded, transport.teardown, "weight group")
-        self.synchronizer.attach_explorer(self.cfg.explorer.name, self.pool, transport)
+        name = self.cfg.explorer.name
+        self.synchronizer.attach_explorer(name, self.pool, self._backend)
+        leave = partial(self.synchronizer.detach_explorer, name)
+        stack.push_async_callback(bounded, leave, "weight group")
 
     @property
     def _backend(self) -> str:
