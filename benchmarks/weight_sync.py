@@ -53,7 +53,8 @@ def save_model(directory: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from trinity_dask.demo.tokenizer import ascii_tokenizer
-    from trinity_dask.weights.buckets import named_weights, write_safetensors
+    from trinity_dask.weights.broadcast import named_weights
+    from trinity_dask.weights.files import write_safetensors
 
     config = LlamaConfig(
         vocab_size=49_152,
@@ -91,7 +92,7 @@ def free_port() -> int:
 # the bare way -----------------------------------------------------------------------------
 def broadcast(group: Any, buffers: Sequence[Any]) -> None:
     """As many buffers on the wire at a time as a sync has."""
-    from trinity_dask.weights.buckets import WINDOW
+    from trinity_dask.weights.broadcast import WINDOW
 
     on_wire: list[Any] = []
     for buffer in buffers:
@@ -105,7 +106,7 @@ def broadcast(group: Any, buffers: Sequence[Any]) -> None:
 def receive_bare(port: int, n_receivers: int, rank: int, sizes: list[int], rounds: int) -> None:
     import torch
 
-    from trinity_dask.weights.group import make_group
+    from trinity_dask.weights.broadcast import make_group
 
     torch.set_num_threads(1)
     group = make_group(group_spec(port, n_receivers), rank, False)
@@ -121,7 +122,7 @@ class Bare:
     def __init__(self, n_receivers: int, sizes: list[int], rounds: int) -> None:
         import torch
 
-        from trinity_dask.weights.group import make_group
+        from trinity_dask.weights.broadcast import make_group
 
         port = free_port()
         context = multiprocessing.get_context("spawn")
@@ -165,8 +166,8 @@ class Sync:
     """Our transfer of a model's weights into running engines, by each method."""
 
     def __init__(self, engines: list[Any], model: Any, directory: Path) -> None:
-        from trinity_dask.weights.buckets import lay_out, named_weights, tensor_meta
-        from trinity_dask.weights.shared_memory import SharedFiles
+        from trinity_dask.weights.broadcast import lay_out, named_weights, tensor_meta
+        from trinity_dask.weights.memory import SharedFiles
 
         self.engines = engines
         run_id = f"weight-sync-{os.getpid()}"
@@ -182,7 +183,7 @@ class Sync:
         self.group: Any = None
 
     async def form(self, n_engines: int) -> None:
-        from trinity_dask.weights.group import make_group
+        from trinity_dask.weights.broadcast import make_group
 
         port = free_port()
         join = asyncio.to_thread(make_group, group_spec(port, n_engines), 0, True)
@@ -199,7 +200,7 @@ class Sync:
 
     async def nccl(self, n_engines: int) -> float:
         from trinity_dask.models.protocol import WeightUpdate
-        from trinity_dask.weights.buckets import send
+        from trinity_dask.weights.broadcast import send
 
         self.version += 1
         start, size = time.perf_counter(), bucket_bytes()
@@ -256,7 +257,7 @@ async def measure_case(sync: Sync, n_engines: int, rounds: int) -> dict[str, lis
 
     One method after the other, as a run has one: an engine keeps memory for the next version.
     """
-    from trinity_dask.weights.buckets import plan_buckets
+    from trinity_dask.weights.broadcast import plan_buckets
 
     await sync.form(n_engines)
     engines = sync.engines[:n_engines]

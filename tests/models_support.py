@@ -20,15 +20,10 @@ from trinity_dask.models.protocol import (
     WeightUpdate,
 )
 from trinity_dask.models.torch.engine import load_model, sequence_logprobs
-from trinity_dask.weights.buckets import (
-    checksum,
-    make_group,
-    named_weights,
-    send,
-    tensor_meta,
-    write_safetensors,
-)
-from trinity_dask.weights.shared_memory import SharedFiles
+from trinity_dask.weights.broadcast import make_group, named_weights, send, tensor_meta
+from trinity_dask.weights.checksum import checksum
+from trinity_dask.weights.files import write_safetensors
+from trinity_dask.weights.memory import SharedFiles
 
 MAX_LEN = 64
 SHARED = SharedFiles()

@@ -20,7 +20,7 @@ from trinity_dask.trainer.ranks.gradients import GradientGroup
 from trinity_dask.trainer.step.engine import TrainEngine
 from trinity_dask.trainer.step.rows import row_lengths
 from trinity_dask.trainer.step.settings import EngineSettings
-from trinity_dask.weights.buckets import make_group
+from trinity_dask.weights.broadcast import make_group
 
 SGD = OptimizerConfig(optimizer_type="sgd", lr=0.0)
 TYPES = sorted(ALGORITHM.names())

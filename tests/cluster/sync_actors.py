@@ -32,8 +32,9 @@ from trinity_dask.models.protocol import (
 )
 from trinity_dask.sync.synchronizer import Synchronizer
 from trinity_dask.trainer.ranks.rank import TrainerRank
-from trinity_dask.weights.buckets import make_group, send, tensor_meta, write_safetensors
+from trinity_dask.weights.broadcast import make_group, send, tensor_meta
 from trinity_dask.weights.checksum import checksum
+from trinity_dask.weights.files import write_safetensors
 
 TIMEOUT_S = 150.0
 

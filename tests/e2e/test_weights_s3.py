@@ -11,7 +11,7 @@ from trinity_dask.models.fake_engine import FakeEngine
 from trinity_dask.models.protocol import EngineSpec, WeightReceipt, WeightUpdate
 from trinity_dask.sync.shelf import Published, WeightShelf
 from trinity_dask.weights.checksum import checksum
-from trinity_dask.weights.urls import MARKER_SUFFIX, IncompleteWeights, write_weights
+from trinity_dask.weights.files import MARKER_SUFFIX, IncompleteWeights, write_weights
 
 
 @pytest.fixture(scope="module")

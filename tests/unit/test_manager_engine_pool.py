@@ -19,7 +19,7 @@ from trinity_dask.cluster.rpc import ActorHandle, ActorLost
 from trinity_dask.engines import pool as engine_pool
 from trinity_dask.engines.pool import EnginePool
 from trinity_dask.models.protocol import EngineSpec
-from trinity_dask.weights.group import Member, TransferMembers
+from trinity_dask.weights.broadcast import Member, TransferMembers
 
 AWAY_TICKS = 5  # a killed worker is back after these
 PATIENCE_TICKS = 25  # and one that is not back after these is not waited for
@@ -54,10 +54,11 @@ class World:
             [self.spec(slot) for slot in start], "run", 1.0, max_restarts=50, spec_of=self.spec
         )
         self.pool.on_reborn = self.bring
-        self.pool._arrivals = self  # type: ignore[assignment]
         engine_pool.create_actor, engine_pool.recreate_actor = self.create, self.recreate
         engine_pool.rpc, engine_pool.on_lost = self.rpc, self.on_lost
         engine_pool.release_actor = self.release
+        engine_pool.worker_client, engine_pool.slot_labels = self.client, self.slot_labels
+        engine_pool.listen = self.listen
 
     @staticmethod
     def spec(slot: str) -> EngineSpec:
@@ -105,9 +106,15 @@ class World:
     async def release(self, ref: Ref) -> None:
         ref.lost.clear()
 
-    def look(self) -> None:
-        for slot in sorted(self.present):
-            asyncio.get_running_loop().call_soon(self.pool._present, slot)
+    async def client(self) -> None:
+        return None
+
+    async def slot_labels(self, client: Any) -> list[str]:
+        return ["control", *self.present]
+
+    def listen(self, client: Any, heard: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
+        self.announce = heard
+        return lambda: None
 
     # events -----------------------------------------------------------------------------
     def kill(self, slot: str, comes_back: bool = True) -> None:
@@ -127,7 +134,7 @@ class World:
 
     def arrive(self, slot: str) -> None:
         self.present.add(slot)
-        self.look()
+        self.announce({"action": "add-worker"})
 
     # weights ----------------------------------------------------------------------------
     async def bring(self, slot: str) -> None:
@@ -171,8 +178,7 @@ EVENTS = st.tuples(
 
 async def play(start: tuple[str, ...], events: list[tuple[int, str, str]]) -> World:
     world = World(start)
-    for spec in world.pool.specs:
-        await world.pool._start_one(spec)
+    await world.pool.start()
     await world.pool.mark_ready(world.pool.slots())
     tasks = []
     for tick in range(121):
@@ -196,7 +202,10 @@ async def play(start: tuple[str, ...], events: list[tuple[int, str, str]]) -> Wo
 
 @pytest.fixture(autouse=True, scope="module")
 def played_cluster():
-    names = ("create_actor", "recreate_actor", "rpc", "on_lost", "release_actor")
+    names = (
+        "create_actor", "recreate_actor", "rpc", "on_lost", "release_actor",
+        "worker_client", "slot_labels", "listen",
+    )  # fmt: skip
     before = {name: getattr(engine_pool, name) for name in names}
     yield
     for name, value in before.items():

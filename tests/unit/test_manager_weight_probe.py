@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from trinity_dask.config.schema import SynchronizerConfig
-from trinity_dask.engines.errors import WeightMismatch
+from trinity_dask.engines.pool import WeightMismatch
 from trinity_dask.models.protocol import WeightReceipt
 from trinity_dask.sync import transfer
 from trinity_dask.sync.shelf import Probe, Published, WeightShelf

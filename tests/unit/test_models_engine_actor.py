@@ -10,7 +10,7 @@ from models_support import engine_spec, run
 
 from trinity_dask.models.actor.actor import EngineActor, build_engine, local_engine
 from trinity_dask.models.protocol import SamplingParams, WeightUpdate
-from trinity_dask.weights.buckets import write_safetensors
+from trinity_dask.weights.files import write_safetensors
 
 
 def actor(**config) -> EngineActor:
@@ -111,7 +111,7 @@ def test_importing_the_package_imports_no_heavy_library():
     """A fresh interpreter, since this one has loaded them."""
     code = (
         "import sys, trinity_dask.models, trinity_dask.models.actor.actor,"
-        " trinity_dask.models.wrapper, trinity_dask.weights.buckets,"
+        " trinity_dask.models.wrapper, trinity_dask.weights.broadcast,"
         " trinity_dask.models.vllm.engine, trinity_dask.models.vllm.plugin,"
         " trinity_dask.models.checks, trinity_dask.models.fake_engine,"
         " trinity_dask.demo.sort_digits;"

@@ -10,7 +10,7 @@ from models_support import engine_spec, run
 
 from trinity_dask.models.fake_engine import EOS_ID, FakeEngine
 from trinity_dask.models.protocol import SamplingParams, WeightUpdate
-from trinity_dask.weights.buckets import write_safetensors
+from trinity_dask.weights.files import write_safetensors
 
 
 def make(**config) -> FakeEngine:

@@ -20,7 +20,7 @@ from models_support import (
 from trinity_dask.models.actor.actor import EngineActor
 from trinity_dask.models.protocol import SamplingParams, WeightUpdate
 from trinity_dask.models.torch.engine import load_model
-from trinity_dask.weights.buckets import write_safetensors
+from trinity_dask.weights.files import write_safetensors
 
 LONG_S = 600.0
 

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from trinity_dask.models.torch.malloc import HUGE_PAGE_BYTES, large_buffer
+from trinity_dask.weights.memory import HUGE_PAGE_BYTES, large_buffer
 
 
 @pytest.mark.parametrize("n_bytes", [0, 1, HUGE_PAGE_BYTES - 1, 3 * HUGE_PAGE_BYTES + 64])

@@ -15,9 +15,8 @@ from safetensors.torch import load_file
 from trinity_dask.models.protocol import WeightReceipt, WeightUpdate
 from trinity_dask.sync.shelf import Published, WeightShelf
 from trinity_dask.weights.checksum import checksum
-from trinity_dask.weights.files import read_safetensors, write_safetensors
-from trinity_dask.weights.shared_memory import SharedFiles, looking_at, set_free
-from trinity_dask.weights.urls import fetched
+from trinity_dask.weights.files import fetched, looking_at, read_safetensors, write_safetensors
+from trinity_dask.weights.memory import SharedFiles, set_free
 
 
 def weights(seed: int) -> list[tuple[str, torch.Tensor]]:

@@ -23,7 +23,7 @@ from trinity_dask.models.protocol import (
     WeightUpdate,
 )
 from trinity_dask.models.torch.engine import TorchEngine, load_model
-from trinity_dask.weights.buckets import make_group, named_weights, tensor_meta
+from trinity_dask.weights.broadcast import make_group, named_weights, tensor_meta
 
 OTHER = [85, 1, 21]
 
@@ -281,7 +281,7 @@ def test_an_update_that_fails_leaves_the_old_weights_and_version(path, model, tm
     async def use(engine):
         await broken_group_update(engine, model)
         wrong = [("nonsense", named_weights(model)[0][1])]
-        from trinity_dask.weights.buckets import write_safetensors
+        from trinity_dask.weights.files import write_safetensors
 
         write_safetensors(str(tmp_path / "bad.safetensors"), wrong)
         bad = WeightUpdate(9, "checkpoint", path=str(tmp_path / "bad.safetensors"))

@@ -12,21 +12,22 @@ import pytest
 import torch
 
 from trinity_dask.models.protocol import TensorMeta, WeightGroupSpec
-from trinity_dask.weights import buckets as weight_transfer
-from trinity_dask.weights.buckets import (
+from trinity_dask.weights.broadcast import (
     ALIGN_BYTES,
+    Member,
+    TransferMembers,
+    engine_ranks,
     lay_out,
     make_group,
     memory_bytes,
     plan_buckets,
-    read_safetensors,
+    rank_of_worker,
     recv,
     send,
     tensor_meta,
-    write_safetensors,
 )
 from trinity_dask.weights.checksum import Digest, checksum
-from trinity_dask.weights.group import Member, TransferMembers, engine_ranks, rank_of_worker
+from trinity_dask.weights.files import read_safetensors, write_safetensors
 
 
 def weights(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
@@ -134,7 +135,13 @@ def test_laid_out_tensors_are_sent_from_and_received_where_they_lie(bucket_bytes
     assert lay_out(named, meta, bucket_bytes)
     assert all(torch.equal(named[name], tensor) for name, tensor in weights())
     assert all(named[name] is parameter for name, parameter in before.items())
-    monkeypatch.setattr(weight_transfer, "_packed", None)  # nothing is copied
+    sent, broadcast = [], ends[0].broadcast
+
+    def noted(buffer):
+        sent.append(buffer.data_ptr())
+        return broadcast(buffer)
+
+    monkeypatch.setattr(ends[0], "broadcast", noted)
     memory = torch.zeros(memory_bytes(meta, bucket_bytes), dtype=torch.uint8)
     for _ in range(2):
         with ThreadPoolExecutor(2) as pool:
@@ -145,6 +152,7 @@ def test_laid_out_tensors_are_sent_from_and_received_where_they_lie(bucket_bytes
         assert digest.value == checksum(named.items())
         begin = memory.data_ptr()
         assert all(begin <= t.data_ptr() < begin + len(memory) for _, t in received)
+        assert set(sent) <= {tensor.data_ptr() for tensor in named.values()}  # nothing is copied
         with torch.no_grad():
             named["w2"].add_(1.0)  # as a train step does, in place
 

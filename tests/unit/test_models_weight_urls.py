@@ -14,11 +14,11 @@ import torch
 from trinity_dask.models.protocol import WeightReceipt, WeightUpdate
 from trinity_dask.sync.shelf import Published, WeightShelf
 from trinity_dask.weights.checksum import Digest, checksum
-from trinity_dask.weights.files import read_safetensors
-from trinity_dask.weights.urls import (
+from trinity_dask.weights.files import (
     IncompleteWeights,
     fetched,
     local_path,
+    read_safetensors,
     remove_weights,
     write_weights,
 )

@@ -38,13 +38,9 @@ from trinity_dask.models.protocol import (
 from trinity_dask.models.torch.engine import load_model
 from trinity_dask.models.wrapper import ModelWrapper, load_tokenizer
 from trinity_dask.sync.shelf import Published, WeightShelf
-from trinity_dask.weights.buckets import (
-    make_group,
-    named_weights,
-    tensor_meta,
-    write_safetensors,
-)
-from trinity_dask.weights.shared_memory import set_free
+from trinity_dask.weights.broadcast import make_group, named_weights, tensor_meta
+from trinity_dask.weights.files import write_safetensors
+from trinity_dask.weights.memory import set_free
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]

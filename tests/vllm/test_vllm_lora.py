@@ -16,7 +16,7 @@ from trinity_dask.models.actor.actor import EngineActor
 from trinity_dask.models.lora import adapter_off, adapter_parameters, add_adapter
 from trinity_dask.models.protocol import SamplingParams
 from trinity_dask.models.torch.engine import load_model
-from trinity_dask.weights.buckets import checksum
+from trinity_dask.weights.checksum import checksum
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]

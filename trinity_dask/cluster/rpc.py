@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from distributed import Client, Worker
+from distributed import Client
 from distributed.comm.addressing import get_address_host_port
 from distributed.core import ConnectionPool, send_recv
 from distributed.protocol import to_serialize
@@ -89,11 +88,27 @@ async def rpc(
         Exception: whatever the method raised.
     """
     worker = None if client is not None else current_worker()
-    call = _bind(handle, method, args, kwargs, timeout, worker, client)
+    if worker is None and client is None:
+        raise RuntimeError(
+            f"cannot call {method!r} of {handle.slot!r}: no Dask worker in this process and "
+            "no client given; pass client=..."
+        )
+    actor = None if worker is None else worker.state.actors.get(handle.key)
     deadline = asyncio.timeout(timeout)
     try:
         async with deadline:
-            return await call()
+            if actor is not None:
+                result = getattr(actor, method)(*args, **kwargs)
+                return await result if inspect.isawaitable(result) else result
+            message = {
+                "op": "actor_execute",
+                "actor": handle.key,
+                "function": method,
+                "args": [to_serialize(arg) for arg in args],
+                "kwargs": {name: to_serialize(value) for name, value in kwargs.items()},
+            }
+            pool = worker.rpc if worker is not None else client.rpc  # type: ignore[union-attr]
+            reply = await exchange(pool, handle, method, timeout, message)
     except TimeoutError as error:
         if not deadline.expired():
             raise  # the method's own
@@ -101,54 +116,6 @@ async def rpc(
             f"{method!r} of the actor in slot {handle.slot!r} ({handle.key!r} at "
             f"{handle.address}) did not answer within {timeout:g} s"
         ) from error
-
-
-def _bind(
-    handle: ActorHandle,
-    method: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    timeout: float,
-    worker: Worker | None,
-    client: Client | None,
-) -> Callable[[], Awaitable[Any]]:
-    if worker is not None and handle.key in worker.state.actors:
-        return partial(_call_local, worker.state.actors[handle.key], method, args, kwargs)
-    if worker is not None:
-        pool = worker.rpc
-    elif client is not None:
-        pool = client.rpc
-    else:
-        raise RuntimeError(
-            f"cannot call {method!r} of {handle.slot!r}: no Dask worker in this process and "
-            "no client given; pass client=..."
-        )
-    return partial(_call_remote, pool, handle, method, args, kwargs, timeout)
-
-
-async def _call_local(
-    actor: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    result = getattr(actor, method)(*args, **kwargs)
-    return await result if inspect.isawaitable(result) else result
-
-
-async def _call_remote(
-    pool: ConnectionPool,
-    handle: ActorHandle,
-    method: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    timeout: float,
-) -> Any:
-    message = {
-        "op": "actor_execute",
-        "actor": handle.key,
-        "function": method,
-        "args": [to_serialize(arg) for arg in args],
-        "kwargs": {name: to_serialize(value) for name, value in kwargs.items()},
-    }
-    reply = await exchange(pool, handle, method, timeout, message)
     if reply["status"] == "OK":
         return reply["result"]
     raise reply["exception"]

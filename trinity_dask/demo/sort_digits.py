@@ -90,7 +90,8 @@ def write_model(spec: SortDigitsSpec, path: Path) -> None:
     import torch
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
-    from trinity_dask.weights.buckets import named_weights, write_safetensors
+    from trinity_dask.weights.broadcast import named_weights
+    from trinity_dask.weights.files import write_safetensors
 
     tokenizer = ascii_tokenizer()
     eos = tokenizer.convert_tokens_to_ids(EOS_TOKEN)

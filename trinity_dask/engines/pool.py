@@ -14,8 +14,10 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from trinity_dask.aio import Background, Changes
 from trinity_dask.cluster.actors import (
     ActorRef,
     create_actor,
@@ -23,19 +25,32 @@ from trinity_dask.cluster.actors import (
     recreate_actor,
     release_actor,
 )
+from trinity_dask.cluster.announcements import listen
 from trinity_dask.cluster.context import worker_client
+from trinity_dask.cluster.placement import slot_labels
 from trinity_dask.cluster.rpc import ActorHandle, ActorLost, rpc
-from trinity_dask.engines.arrivals import Arrivals
-from trinity_dask.engines.errors import EngineFailed, EngineGone, WeightMismatch
 from trinity_dask.models.actor.actor import EngineActor
 from trinity_dask.models.protocol import EngineSpec
-from trinity_dask.weights.group import Member, engine_ranks
+from trinity_dask.weights.broadcast import Member, engine_ranks
 
 log = logging.getLogger("trinity_dask.engines")
 
 CREATE_TIMEOUT_S = 120.0  # also how long a lost worker has to come back
 CLOSE_TIMEOUT_S = 20.0
 LOOK_TIMEOUT_S = 30.0
+ENGINE = "engine-"  # begins the slots of engines
+
+
+class WeightMismatch(RuntimeError):
+    """An engine does not hold the trainer's weights. The run has to stop."""
+
+
+class EngineFailed(RuntimeError):
+    """No engine is left, or one could not be started."""
+
+
+class EngineGone(RuntimeError):
+    """An engine does not come back: its worker has left, or it dies again and again."""
 
 
 @dataclass
@@ -81,14 +96,15 @@ class EnginePool:
         self.losses = 0  # engines that took part and were lost
         self._spec_of = spec_of
         self._engines: dict[str, _Engine] = {}
-        self._arrivals: Arrivals | None = None
+        self._labels: Callable[[], Awaitable[set[str]]] | None = None  # slots of all workers
+        self._unlisten: Callable[[], None] | None = None
+        self._looks = Background("the workers that joined could not be looked at")
         self._foreign: set[str] = set()  # slots that were there and were not asked for
         self._joins = itertools.count(1)
         self._refused: Counter[str] = Counter()  # slot -> joins in a row that failed
-        self._changed = asyncio.Condition()
+        self._changes = Changes()
         self._tasks: set[asyncio.Task[None]] = set()
         self._busy: set[str] = set()  # slots that are being rebuilt or are joining
-        self._failure: BaseException | None = None
         self._closing = False
 
     # start and stop -------------------------------------------------------------------
@@ -96,9 +112,10 @@ class EnginePool:
         """Create and prepare every engine, all at once. Raises what the first failure raised."""
         await asyncio.gather(*(self._start_one(spec) for spec in self.specs))
         if self._spec_of is not None:
-            self._arrivals = Arrivals(await worker_client(), self._present)
-            self._foreign = set(await self._arrivals.present()) - set(self._engines)
-            self._arrivals.start()
+            client = await worker_client()
+            self._labels = partial(slot_labels, client)
+            self._foreign = set(await self._present_slots()) - set(self._engines)
+            self._unlisten = listen(client, self._heard)
 
     async def _start_one(self, spec: EngineSpec) -> None:
         engine = await self._create(spec, f"{self.run_id}-{spec.slot}")
@@ -121,8 +138,9 @@ class EnginePool:
     async def close(self) -> None:
         """Close every engine (bounded) and release the actors."""
         self._closing = True
-        if self._arrivals is not None:
-            await self._arrivals.stop()
+        if self._unlisten is not None:
+            self._unlisten()
+        await self._looks.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*(self._close_one(e) for e in self._engines.values()))
@@ -160,14 +178,14 @@ class EnginePool:
 
     @property
     def failure(self) -> BaseException | None:
-        return self._failure
+        return self._changes.failure
 
     async def mark_ready(self, slots: list[str]) -> None:
         """These engines hold the current weights; rollouts may use them."""
         for slot in slots:
             await rpc(self.handle(slot), "open", timeout=CLOSE_TIMEOUT_S)
             self._engines[slot].ready = True
-        await self._notify()
+        self._changes.notify()
 
     async def wait_present(self, timeout_s: float) -> None:
         """Until an engine is there to take weights. Nobody waits for one that is away: it gets
@@ -177,24 +195,13 @@ class EnginePool:
             EngineFailed: there is none any more.
             TimeoutError: not within ``timeout_s``.
         """
-        async with self._changed:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._changed.wait_for(lambda: self._failure or self.slots())
-            except TimeoutError:
-                away = ", ".join(sorted(self._engines))
-                raise TimeoutError(
-                    f"no engine was back within {timeout_s:.0f} s ({away})"
-                ) from None
-        if self._failure is not None:
-            raise self._failure
+        if not await self._changes.until(lambda: bool(self.slots()), timeout_s):
+            away = ", ".join(sorted(self._engines))
+            raise TimeoutError(f"no engine was back within {timeout_s:.0f} s ({away})")
 
     async def wait_failed(self) -> None:
         """Wait until an engine is beyond repair, then raise why. Never returns otherwise."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._failure is not None)
-        assert self._failure is not None
-        raise self._failure
+        await self._changes.until(lambda: False)
 
     # losses ---------------------------------------------------------------------------
     async def look_for_lost(self) -> None:
@@ -248,8 +255,8 @@ class EnginePool:
         engine = self._engines.get(slot)
         if engine is not None and engine.holds:
             self._watch(engine)  # only now: a loss is nobody's business while it is busy
-        elif self._arrivals is not None:
-            self._arrivals.look()  # its worker may have come in the meantime
+        elif self._unlisten is not None:
+            self._looks.start(self._look_for_arrivals())  # its worker may have come meanwhile
 
     async def _rebuild(self, engine: _Engine) -> None:
         try:
@@ -259,7 +266,7 @@ class EnginePool:
             self._fail(engine.slot, error)
         except Exception as error:  # whatever keeps it from coming back
             await self._leaves(engine, error)
-        await self._notify()
+        self._changes.notify()
 
     async def _rebuilt(self, engine: _Engine) -> bool:
         if engine.restarts >= self.max_restarts:
@@ -309,10 +316,26 @@ class EnginePool:
         await release_actor(engine.ref)
 
     def _fail(self, slot: str, error: Exception) -> None:
-        self._failure = EngineFailed(f"engine {slot} is lost: {error}")
-        self._failure.__cause__ = error
+        failure = EngineFailed(f"engine {slot} is lost: {error}")
+        failure.__cause__ = error
+        self._changes.fail(failure)
 
     # arrivals -------------------------------------------------------------------------
+    def _heard(self, message: dict[str, Any]) -> None:
+        if message.get("action") == "add-worker":
+            self._looks.start(self._look_for_arrivals())
+
+    async def _look_for_arrivals(self) -> None:
+        """Every engine slot there is, whenever a worker has joined; a look that fails is made up
+        for by the one that the next announcement brings."""
+        for slot in await self._present_slots():
+            self._present(slot)
+
+    async def _present_slots(self) -> list[str]:
+        """The engine slots that running workers carry."""
+        assert self._labels is not None
+        return sorted(s for s in await self._labels() if s.startswith(ENGINE))
+
     def _present(self, slot: str) -> None:
         """A worker with ``slot`` is there; if that is news, its engine joins."""
         known = slot in self._engines or slot in self._busy or slot in self._foreign
@@ -343,8 +366,4 @@ class EnginePool:
         else:
             del self._refused[spec.slot]
             log.info("engine %s has joined and serves", spec.slot)
-        await self._notify()
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+        self._changes.notify()

@@ -160,7 +160,7 @@ class Explorer(WeightCalls):
             await cancel([steps, halt, watch, *self._in_flight.tasks, *self.evals.in_flight])
             await self.save_checkpoint()
             if self._synchronizer is not None:
-                await self._synchronizer.explorer_stopped(self.name)
+                await self._synchronizer.explorer_stopped(self.name, self.step)
         return self.name
 
     async def _explore_steps(self) -> None:

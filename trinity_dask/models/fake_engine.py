@@ -26,9 +26,11 @@ from trinity_dask.models.protocol import (
     WeightGroupSpec,
     WeightReceipt,
     WeightUpdate,
+    check_sampling,
 )
-from trinity_dask.models.requests import check_sampling
+from trinity_dask.weights.broadcast import WeightGroup, check_update, incoming, make_group
 from trinity_dask.weights.checksum import Digest
+from trinity_dask.weights.files import fetched
 
 VOCAB_SIZE = 256
 EOS_ID = VOCAB_SIZE - 1
@@ -69,7 +71,7 @@ class FakeEngine:
         self.first_latency_s = float(spec.config.get("fake_first_latency_s", 0.0))
         self._rng = np.random.default_rng(int(spec.config.get("seed", 0)))
         self._eos_id = _vocab_size(spec.model_path) - 1
-        self._group: Any = None
+        self._group: WeightGroup | None = None
         self._running: set[_Running] = set()
         self._n_requests = 0
         self._n_tokens = 0
@@ -124,8 +126,6 @@ class FakeEngine:
         return np.full(len(token_ids) - 1, LOGPROB, dtype=np.float32)
 
     async def init_weight_group(self, spec: WeightGroupSpec) -> None:
-        from trinity_dask.weights.buckets import make_group
-
         await self.teardown_weight_group()
         self._group = await asyncio.to_thread(make_group, spec, spec.rank_offset, False)
 
@@ -142,12 +142,10 @@ class FakeEngine:
         return receipt
 
     def _receive(self, update: WeightUpdate) -> WeightReceipt:
-        from trinity_dask.models.torch.weights import incoming
-        from trinity_dask.weights.urls import fetched
-
         start = time.perf_counter()
         digest = Digest()
         with fetched(update) as here:
+            check_update(here, self._group)
             for _ in incoming(here, self._group, digest):
                 pass  # received for its checksum only
         seconds = time.perf_counter() - start

@@ -2,13 +2,15 @@
 
 Invariant: an engine never sees text. The ids it returns are the ids it sampled, and
 every returned token carries its log-prob under the processed distribution (temperature
-applied) and the model version that produced it.
+applied) and the model version that produced it. A request that passes :func:`checked` cannot
+fail the batch it is put into.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Optional, Protocol
 
@@ -16,6 +18,10 @@ import numpy as np
 
 FINISH_STOP = "stop"  # the model ended the answer
 FINISH_LENGTH = "length"  # cut at max_tokens or at the model length: truncated
+
+
+class EngineDead(RuntimeError):
+    """The engine's own process died; it must be built again, requests cannot be retried on it."""
 
 
 @dataclass(frozen=True)
@@ -166,3 +172,50 @@ class EngineSpec:
     device: str = "cpu"
     in_flight: str = "keep"  # what an update does to running requests: keep | wait | abort
     in_flight_timeout_s: float = 60.0  # wait: for how long
+
+
+def checked(
+    prompt: Sequence[int], sampling: SamplingParams, vocab_size: int, max_model_len: int
+) -> SamplingParams:
+    """``sampling`` with ``max_tokens`` cut to what fits into the model after ``prompt``.
+
+    Raises:
+        ValueError: the prompt is empty, too long or has an unknown id, or a sampling
+            parameter is out of range.
+    """
+    check_token_ids(prompt, vocab_size)
+    if len(prompt) >= max_model_len:
+        raise ValueError(
+            f"the prompt has {len(prompt)} tokens, which leaves no room for an answer in "
+            f"max_model_len = {max_model_len}; shorten it or raise model.max_model_len"
+        )
+    check_sampling(sampling)
+    room = max_model_len - len(prompt)
+    return sampling if sampling.max_tokens <= room else replace(sampling, max_tokens=room)
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises ValueError unless there are ids and all are in ``[0, vocab_size)``."""
+    if len(token_ids) == 0:
+        raise ValueError("the prompt has no tokens; a model needs at least one")
+    low, high = min(token_ids), max(token_ids)
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"token id {low if low < 0 else high} is outside of the model's vocabulary of "
+            f"{vocab_size}; was the prompt made with another tokenizer?"
+        )
+
+
+def check_sampling(sampling: SamplingParams) -> None:
+    """Raises ValueError naming the first parameter that is out of range."""
+    rules = {
+        "n": (sampling.n >= 1, "at least 1"),
+        "temperature": (sampling.temperature >= 0, "at least 0 (0 is greedy)"),
+        "top_p": (0 < sampling.top_p <= 1, "in (0, 1]"),
+        "top_k": (sampling.top_k == -1 or sampling.top_k >= 1, "-1 (off) or at least 1"),
+        "max_tokens": (sampling.max_tokens >= 1, "at least 1"),
+        "min_tokens": (0 <= sampling.min_tokens <= sampling.max_tokens, "in [0, max_tokens]"),
+    }
+    for name, (good, allowed) in rules.items():
+        if not good:
+            raise ValueError(f"{name} must be {allowed} (got {getattr(sampling, name)})")

@@ -24,9 +24,15 @@ import numpy as np
 
 from trinity_dask.models.protocol import WeightReceipt, WeightUpdate
 from trinity_dask.weights.checksum import Digest
-from trinity_dask.weights.files import read_safetensors
-from trinity_dask.weights.shared_memory import remove_free, set_free
-from trinity_dask.weights.urls import fetched, is_url, local_path, remove_weights, write_weights
+from trinity_dask.weights.files import (
+    fetched,
+    is_url,
+    local_path,
+    read_safetensors,
+    remove_weights,
+    write_weights,
+)
+from trinity_dask.weights.memory import remove_free, set_free
 
 log = logging.getLogger("trinity_dask.weights")
 

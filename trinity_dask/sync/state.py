@@ -283,13 +283,12 @@ class SyncState:
         """The explorer to which the trainer brings its weights next; None: nobody is ready."""
         if not self.trainer_brings:
             return None
-        return next((name for name in self.explorers if self._is_ready(name)), None)
-
-    def _is_ready(self, name: str) -> bool:
-        explorer = self.explorers[name]
-        if not explorer.live or explorer.loading is not None or self.offer(name) is None:
-            return False
-        return explorer.watching or (explorer.status is REQUIRE_SYNC and self.answered(name))
+        for name, explorer in self.explorers.items():
+            ready = explorer.watching or (explorer.status is REQUIRE_SYNC and self.answered(name))
+            free = explorer.live and explorer.loading is None
+            if free and ready and self.offer(name) is not None:
+                return name
+        return None
 
     def may_fetch(self, name: str) -> Optional[int]:
         """The version that ``name`` can load by itself now."""

@@ -22,8 +22,7 @@ from typing import Any, Optional
 from trinity_dask.aio import Changes
 from trinity_dask.cluster.rpc import ActorHandle
 from trinity_dask.config.schema import SynchronizerConfig
-from trinity_dask.engines.errors import WeightMismatch
-from trinity_dask.engines.pool import EnginePool
+from trinity_dask.engines.pool import EnginePool, WeightMismatch
 from trinity_dask.sync.shelf import Published, WeightShelf
 from trinity_dask.sync.state import SyncState
 from trinity_dask.sync.transfer import WeightTransfers
@@ -306,7 +305,7 @@ class Synchronizer:
             await self._load(name, version)
         return explorer.version
 
-    async def explorer_stopped(self, name: str) -> None:
+    async def explorer_stopped(self, name: str, step: Optional[int] = None) -> None:
         """``name`` explores no more: nobody waits for it, and its own waits end. Returns when
         nothing is on its way to its engines any more."""
         self.state.explorer_stopped(name)

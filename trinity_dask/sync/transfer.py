@@ -22,12 +22,11 @@ import numpy as np
 from trinity_dask.aio import all_or_first_error, retry
 from trinity_dask.cluster.rpc import ActorHandle, rpc
 from trinity_dask.config.schema import SynchronizerConfig
-from trinity_dask.engines.errors import WeightMismatch
-from trinity_dask.engines.pool import EnginePool
+from trinity_dask.engines.pool import EnginePool, WeightMismatch
 from trinity_dask.models.protocol import TensorMeta, WeightReceipt, WeightUpdate
 from trinity_dask.sync.shelf import SAMPLE_BYTES, Probe, Published, WeightShelf
 from trinity_dask.sync.state import RUNNING, SyncState
-from trinity_dask.weights.group import TransferMembers
+from trinity_dask.weights.broadcast import TransferMembers
 
 log = logging.getLogger("trinity_dask.weights")
 
@@ -121,33 +120,28 @@ class WeightTransfers:
             WeightMismatch: checksum, version or log-probs differ.
             Exception: what the last of ATTEMPTS failures raised.
         """
-        pool, failed = self.pool(name), 0
+        to, failed, limit = self._receivers[name], 0, self.cfg.sync_timeout_s
         with self._standing_still(version):
             while True:
-                await pool.wait_present(self.cfg.sync_timeout_s)
-                losses = pool.losses
+                await to.pool.wait_present(limit)
+                losses = to.pool.losses
                 try:
-                    return await self._load_once(name, version)
+                    # not around the attempts: an engine that comes back takes it for its weights
+                    async with to.lock:
+                        slots = to.pool.slots()
+                        if self.cfg.sync_method == "nccl":
+                            return await self._broadcast(name, version, slots)
+                        return await self._read(to, await self._published(version), slots)
                 except WeightMismatch:
                     raise
                 except Exception as error:
                     self.failed_attempts += 1
-                    await pool.look_for_lost()  # now: the next attempt needs everyone
-                    failed += pool.losses == losses
+                    await to.pool.look_for_lost()  # now: the next attempt needs everyone
+                    failed += to.pool.losses == losses
                     if failed == ATTEMPTS or not self.state.explorers[name].live:
                         raise
                     log.warning("sending version %d failed (%s); once more", version, error)
                 await self._ensure_standing_trainer()
-
-    async def _load_once(self, name: str, version: int) -> None:
-        to = self._receivers[name]
-        # not around the attempts: an engine that comes back takes it for its own weights
-        async with to.lock:
-            slots = to.pool.slots()
-            if self.cfg.sync_method == "nccl":
-                await self._broadcast(name, version, slots, self._probe_is_due())
-            else:
-                await self._read(name, await self._published(version), slots)
 
     async def publish(self, version: int) -> Published:
         """The file of ``version``; written now, with the trainer standing still, if it is
@@ -225,20 +219,18 @@ class WeightTransfers:
         if self.cfg.sync_method != "nccl":
             published = self.shelf.get(state.explorers[name].version)
             if published is not None:  # else it is the start model, which the engine has
-                await self._read(name, published, [slot])
+                await self._read(self._receivers[name], published, [slot])
             return
         standing = state.standing
         state.sending += standing
         try:
-            # a probe compares with the trainer's own log-probs, so it needs it standing still
-            probe = self._probe_is_due() and standing
-            await self._broadcast(name, state.trainer_version, [slot], probe, relabel=not standing)
+            await self._broadcast(name, state.trainer_version, [slot], relabel=not standing)
         finally:
             state.sending -= standing
 
     # the ways -------------------------------------------------------------------------
     async def _broadcast(
-        self, name: str, version: int, slots: list[str], probe: bool, relabel: bool = False
+        self, name: str, version: int, slots: list[str], relabel: bool = False
     ) -> None:
         """The trainer's weights to ``slots`` as ``version``, over a group.
 
@@ -246,7 +238,9 @@ class WeightTransfers:
         are labelled with the step whose weights they got.
         """
         to, limit = self._receivers[name], self.cfg.sync_timeout_s
-        await self.form_group(name, slots)
+        # a probe compares with the trainer's own log-probs, so it needs it standing still
+        probe = self._probe_is_due() and not relabel
+        rank0 = await self.form_group(name, slots)
         start = time.perf_counter()
         update = WeightUpdate(
             version=version,
@@ -257,7 +251,7 @@ class WeightTransfers:
         )
         try:
             sent, receipts = await all_or_first_error(
-                self._ask_trainer("send_weights", update),
+                rpc(rank0, "send_weights", update, timeout=limit),
                 to.ask(slots, "update_weights", update, timeout_s=limit),
             )
         except BaseException:
@@ -272,9 +266,9 @@ class WeightTransfers:
             metrics |= await self._probed(to, None, slots, receipts)
         self._moved(metrics, seconds, to.group.bytes_per_s, len(slots))
 
-    async def _read(self, name: str, published: Published, slots: list[str]) -> None:
+    async def _read(self, to: _Receiver, published: Published, slots: list[str]) -> None:
         """A published version into ``slots``, each of which reads its file."""
-        to, sent = self._receivers[name], published.receipt
+        sent, limit = published.receipt, self.cfg.sync_timeout_s
         floor = await self.shelf.bare_bytes_per_s(sent.n_bytes)
         start = time.perf_counter()
         update = WeightUpdate(
@@ -283,7 +277,6 @@ class WeightTransfers:
             path=published.path,
             storage_options=dict(self.cfg.storage_options),
         )
-        limit = self.cfg.sync_timeout_s
         receipts = await to.ask(slots, "update_weights", update, timeout_s=limit)
         seconds = sent.seconds + time.perf_counter() - start
         metrics = _proved(published.version, sent, dict(zip(slots, receipts, strict=True)))
@@ -317,31 +310,37 @@ class WeightTransfers:
         slots: Optional[list[str]] = None,
         host: Optional[str] = None,
         port: Optional[int] = None,
-    ) -> None:
-        """A group of trainer rank 0 and ``slots`` (default: all that take part) of ``name``,
-        unless the current one is just that.
+    ) -> ActorHandle:
+        """A group of trainer rank 0, which is returned, and ``slots`` (default: all that take
+        part) of ``name``, unless the current one is just that.
 
         Rank 0 serves the store at ``host:port`` (default: its own address, a free port).
+
+        Raises:
+            RuntimeError: no trainer rank is attached.
         """
         to, rank0 = self._receivers[name], self.rank0
+        if rank0 is None:
+            raise RuntimeError("no trainer rank is attached; its weights cannot be asked for")
         slots = to.pool.slots() if slots is None else slots
         members = to.pool.members(slots)
-        identity = "" if rank0 is None else f"{rank0.key}@{rank0.address}"
+        identity = f"{rank0.key}@{rank0.address}"
         if to.group.is_current(identity, members):
-            return
+            return rank0
         await self.leave_group(name)
-        port = port or await self._ask_trainer("free_port")
-        if host is None and rank0 is not None:
-            host = rank0.address.split("://")[-1].rsplit(":", 1)[0]
+        limit = self.cfg.sync_timeout_s
         n_bytes = sum(meta.n_bytes for meta in await self.tensor_meta())
         to.group.floor_bytes = min(n_bytes, SAMPLE_BYTES)
-        specs = to.group.next_generation(identity, members, str(host), int(port))
-        joins = [self._ask_trainer("open_weight_group", specs["trainer"])]
+        specs = to.group.next_generation(
+            identity,
+            members,
+            host or rank0.address.split("://")[-1].rsplit(":", 1)[0],
+            port or await rpc(rank0, "free_port", timeout=limit),
+        )
+        joins = [rpc(rank0, "open_weight_group", specs["trainer"], timeout=limit)]
         for slot in slots:
-            timeout_s = self.cfg.sync_timeout_s
-            joins.append(
-                rpc(to.pool.handle(slot), "init_weight_group", specs[slot], timeout=timeout_s)
-            )
+            handle = to.pool.handle(slot)
+            joins.append(rpc(handle, "init_weight_group", specs[slot], timeout=limit))
         speed, *_ = await all_or_first_error(*joins)
         to.group.mark_formed(speed)
         log.info(
@@ -350,6 +349,7 @@ class WeightTransfers:
             ", ".join(slots),
             to.group.backend,
         )
+        return rank0
 
     async def leave_group(self, name: str) -> None:
         """Leave the current group of ``name`` on every side that still answers."""

@@ -2,7 +2,9 @@
 
 Invariant: a worker process has at most one live :class:`EngineActor` per worker; its engine
 is closed before the worker's process ends; and no rollout samples from it between its
-(re-)creation and :meth:`EngineActor.open`, which says that it holds the current weights.
+(re-)creation and :meth:`EngineActor.open`, which says that it holds the current weights. A caller
+gets one whole answer, whatever happened to its request meanwhile; requests that an update held
+back go on when it is over, also when it failed.
 """
 
 from __future__ import annotations
@@ -14,16 +16,20 @@ import logging
 import os
 import socket
 import threading
-from dataclasses import replace
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
+from distributed import Worker, WorkerPlugin
 
+from trinity_dask.aio import Changes
 from trinity_dask.cluster.context import current_worker
-from trinity_dask.models.actor.in_flight import InFlight
-from trinity_dask.models.errors import EngineDead
+from trinity_dask.models.actor.remote import serve_engine
 from trinity_dask.models.protocol import (
     Completion,
+    EngineDead,
     EngineSpec,
     InferenceEngine,
     SamplingParams,
@@ -37,6 +43,8 @@ CLOSE_TIMEOUT_S = 15.0
 EXIT_ENGINE_DEAD = 70
 
 log = logging.getLogger("trinity_dask.engines")
+
+T = TypeVar("T")
 
 _actors: dict[str, EngineActor] = {}  # by worker address; "" outside of a worker
 _actors_lock = threading.Lock()
@@ -113,18 +121,122 @@ def _worker_address() -> str:
     return "" if worker is None else worker.address
 
 
-def _end_worker(error: EngineDead) -> None:
-    """End this Dask worker's process, so that an engine death is healed like a worker death.
+@contextlib.contextmanager
+def _ending_worker() -> Iterator[None]:
+    """Within it an engine's death ends this Dask worker's process, so that it is healed like a
+    worker's.
 
     Nanny and supervisor then rebuild worker, actor and engine; the tasks run elsewhere or
     again. Outside of a worker that a nanny watches, the error alone has to do.
     """
-    worker = current_worker()
-    if worker is None or worker.nanny is None:
-        return
-    log.critical("%s; ending worker %s so that it is rebuilt", error, worker.address)
-    logging.shutdown()
-    os._exit(EXIT_ENGINE_DEAD)
+    try:
+        yield
+    except EngineDead as error:
+        worker = current_worker()
+        if worker is not None and worker.nanny is not None:
+            log.critical("%s; ending worker %s so that it is rebuilt", error, worker.address)
+            logging.shutdown()
+            os._exit(EXIT_ENGINE_DEAD)
+        raise
+
+
+KEEP, WAIT, ABORT = "keep", "wait", "abort"
+SETTLE_S = 10.0  # how long an engine may take to let go of what was cancelled
+
+
+@dataclass(eq=False)
+class _Request:
+    """A request and the task that awaits it."""
+
+    task: asyncio.Task[Any]
+    cancelling: int  # cancellations of the task that are not ours
+    aborted: bool = False
+
+    def abort(self) -> None:
+        self.aborted = True
+        self.task.cancel()
+
+
+class RequestGate:
+    """What becomes of an engine's running requests when its weights change; on one event loop.
+
+    Policies: ``keep`` changes the weights under the running requests, which the engine itself
+    sees to; ``wait`` lets the running ones end first, at most ``timeout_s``; ``abort`` cancels
+    them, and they are sampled again from their prompt. Under the last two, new requests are
+    held back meanwhile. ``aborted`` counts the requests that were sampled again.
+    """
+
+    def __init__(self, policy: str, timeout_s: float) -> None:
+        self.policy = policy
+        self.timeout_s = timeout_s
+        self.aborted = 0
+        self._running: set[_Request] = set()
+        self._updates = 0
+        self._changes = Changes()
+
+    async def sample(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """The answer of ``ask()``, which is called again after an update that aborted it."""
+        while True:
+            if self._updates:
+                await self._changes.until(lambda: not self._updates)
+            task = asyncio.current_task()
+            assert task is not None
+            request = _Request(task, task.cancelling())
+            self._running.add(request)
+            try:
+                return await ask()
+            except asyncio.CancelledError:
+                # ours alone, or somebody else's too?
+                if not request.aborted or task.uncancel() > request.cancelling:
+                    raise
+                self.aborted += 1
+            finally:
+                self._running.discard(request)
+                self._changes.notify()
+
+    @asynccontextmanager
+    async def update(self) -> AsyncIterator[Callable[[], int]]:
+        """Around a change of weights; the yielded call gives the requests aborted for it."""
+        before = self.aborted
+        if self.policy == KEEP:
+            yield lambda: 0
+            return
+        self._updates += 1
+        try:
+            await self._clear()
+            yield lambda: self.aborted - before
+        finally:
+            self._updates -= 1
+            self._changes.notify()
+
+    async def _clear(self) -> None:
+        """Until nothing runs, by waiting or by force."""
+        if self.policy == WAIT:
+            if await self._changes.until(lambda: not self._running, self.timeout_s):
+                return
+            log.warning(
+                "%d request(s) did not end within synchronizer.in_flight_timeout_s = %g s; "
+                "they are sampled again with the new weights",
+                len(self._running),
+                self.timeout_s,
+            )
+        for request in self._running:
+            request.abort()
+        if not await self._changes.until(lambda: not self._running, SETTLE_S):
+            log.warning("%d aborted request(s) do not end", len(self._running))
+
+
+class EngineCloser(WorkerPlugin):
+    """Awaits the actor's ``close`` in its worker's teardown, for a bounded time."""
+
+    def __init__(self, actor: EngineActor) -> None:
+        self.actor = actor
+
+    async def teardown(self, worker: Worker) -> None:
+        try:
+            await asyncio.wait_for(self.actor.close(), CLOSE_TIMEOUT_S)
+        except Exception as error:
+            log.warning("engine %s did not close: %r", self.actor.spec.slot, error)
 
 
 class EngineActor:
@@ -141,7 +253,7 @@ class EngineActor:
         self._opened: asyncio.Event | None = None  # made on the loop that will use it
         self._facts: dict[str, Any] = {}
         self._request_timeout_s = float(spec.config.get("request_timeout_s", 300.0))
-        self._in_flight = InFlight(spec.in_flight, spec.in_flight_timeout_s)
+        self._requests = RequestGate(spec.in_flight, spec.in_flight_timeout_s)
         with _actors_lock:
             _actors[self.address] = self
             awaited = _awaited[:]
@@ -187,9 +299,6 @@ class EngineActor:
     async def _close_with_worker(self) -> None:
         worker = current_worker()
         if worker is not None:
-            from trinity_dask.models.actor.engine_closer import EngineCloser
-            from trinity_dask.models.actor.remote import serve_engine
-
             await worker.plugin_add(EngineCloser(self), name=f"close-{self.spec.slot}")
             serve_engine(worker, self)  # for workflows on runner workers
         atexit.register(self._close_at_exit)
@@ -207,41 +316,32 @@ class EngineActor:
     async def generate(
         self, prompt_token_ids: list[int], sampling: SamplingParams, request_id: str
     ) -> list[Completion]:
-        gate = self._gate()
-        if not gate.is_set():
-            await self._wait_open(gate)
-        return await self._in_flight.sample(
-            lambda: self._generate(prompt_token_ids, sampling, request_id)
-        )
+        if not self._gate().is_set():
+            await self._wait_open()
 
-    async def _generate(
-        self, prompt_token_ids: list[int], sampling: SamplingParams, request_id: str
-    ) -> list[Completion]:
-        try:
-            async with asyncio.timeout(self._request_timeout_s):
-                return await self._ready.generate(prompt_token_ids, sampling, request_id)
-        except EngineDead as error:
-            _end_worker(error)
-            raise
-        except TimeoutError:
-            raise TimeoutError(
-                f"engine {self.spec.slot} did not answer request {request_id} within "
-                f"explorer.rollout_model.request_timeout_s = {self._request_timeout_s:g} s"
-            ) from None
+        async def ask() -> list[Completion]:
+            try:
+                with _ending_worker():
+                    async with asyncio.timeout(self._request_timeout_s):
+                        return await self._ready.generate(prompt_token_ids, sampling, request_id)
+            except TimeoutError:
+                raise TimeoutError(
+                    f"engine {self.spec.slot} did not answer request {request_id} within "
+                    f"explorer.rollout_model.request_timeout_s = {self._request_timeout_s:g} s"
+                ) from None
+
+        return await self._requests.sample(ask)
 
     async def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> np.ndarray:
-        return await self._in_flight.sample(lambda: self._logprobs(token_ids, temperature))
+        async def ask() -> np.ndarray:
+            with _ending_worker():
+                return await self._ready.logprobs(token_ids, temperature)
+
+        return await self._requests.sample(ask)
 
     async def logprobs_of(self, sequences: list[list[int]]) -> list[np.ndarray]:
         """:meth:`logprobs` of each, by one call."""
         return list(await asyncio.gather(*(self.logprobs(ids) for ids in sequences)))
-
-    async def _logprobs(self, token_ids: list[int], temperature: float) -> np.ndarray:
-        try:
-            return await self._ready.logprobs(token_ids, temperature)
-        except EngineDead as error:
-            _end_worker(error)
-            raise
 
     async def init_weight_group(self, spec: WeightGroupSpec) -> None:
         await self._ready.init_weight_group(spec)
@@ -251,19 +351,16 @@ class EngineActor:
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """Load a version; ``spec.in_flight`` says what becomes of the running requests."""
-        try:
-            async with self._in_flight.update() as aborted:
+        with _ending_worker():
+            async with self._requests.update() as aborted:
                 receipt = await self._ready.update_weights(update)
                 return replace(receipt, aborted=aborted())
-        except EngineDead as error:
-            _end_worker(error)
-            raise
 
     async def label_weights(self, version: int) -> None:
         await self._ready.label_weights(version)
 
     async def stats(self) -> dict[str, float]:
-        return {**await self._ready.stats(), "aborted": float(self._in_flight.aborted)}
+        return {**await self._ready.stats(), "aborted": float(self._requests.aborted)}
 
     @property
     def _ready(self) -> InferenceEngine:
@@ -276,11 +373,11 @@ class EngineActor:
             self._opened = asyncio.Event()
         return self._opened
 
-    async def _wait_open(self, gate: asyncio.Event) -> None:
+    async def _wait_open(self) -> None:
         timeout_s = float(self.spec.config.get("prepare_timeout_s", 600.0))
         try:
             async with asyncio.timeout(timeout_s):
-                await gate.wait()
+                await self._gate().wait()
         except TimeoutError:
             raise TimeoutError(
                 f"engine {self.spec.slot} was not opened within {timeout_s:g} s; it waits for "

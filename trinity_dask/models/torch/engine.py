@@ -4,20 +4,25 @@ Invariant: the model belongs to one thread. That thread takes all requests that 
 it becomes free as one batch, and does everything else (weight updates, log-probs) between
 two batches. An update cuts the running batch short: what it has sampled stays, and the
 rest of each answer is sampled with the new weights, from its prompt and its tokens so far,
-so no cached key or value of the old weights is used.
+so no cached key or value of the old weights is used. All of a version is received and compared
+with the model's names before the first parameter changes, so a transfer that breaks leaves the
+old weights whole.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from trinity_dask.models.lora import add_adapter
+from trinity_dask.models.checks import FULL_ATTENTION, attention_kinds, check_model_dir
+from trinity_dask.models.lora import add_adapter, has_adapter, load_adapter
 from trinity_dask.models.lora_config import wants_adapter
 from trinity_dask.models.protocol import (
     FINISH_STOP,
@@ -27,12 +32,20 @@ from trinity_dask.models.protocol import (
     WeightGroupSpec,
     WeightReceipt,
     WeightUpdate,
+    check_token_ids,
+    checked,
 )
-from trinity_dask.models.requests import check_token_ids, checked
 from trinity_dask.models.torch.sampler import BatchSampler, SampleRequest
-from trinity_dask.models.torch.weights import load_update
 from trinity_dask.models.torch.work_thread import WorkThread
-from trinity_dask.weights.buckets import WeightGroup, make_group, torch_dtype
+from trinity_dask.weights.broadcast import (
+    WeightGroup,
+    check_update,
+    incoming,
+    make_group,
+    torch_dtype,
+)
+from trinity_dask.weights.checksum import Digest
+from trinity_dask.weights.files import fetched
 
 LOGPROB_POSITIONS = 1024  # positions per slice of the softmax; bounds its memory
 
@@ -196,9 +209,6 @@ def load_model(path: str, dtype: str, device: str, trust_remote_code: bool = Fal
     """
     from transformers import AutoModelForCausalLM
 
-    from trinity_dask.models.actor.quiet import quiet_loading
-    from trinity_dask.models.checks import FULL_ATTENTION, attention_kinds, check_model_dir
-
     check_model_dir(path)
     with quiet_loading():
         model = AutoModelForCausalLM.from_pretrained(
@@ -239,3 +249,55 @@ def sequence_logprobs(model: Any, token_ids: list[int], temperature: float) -> n
         scaled = part.float() / heat
         pieces.append(scaled.gather(1, targets)[:, 0] - scaled.logsumexp(dim=-1))
     return torch.cat(pieces).cpu().numpy()
+
+
+def load_update(model: Any, update: WeightUpdate, group: WeightGroup | None) -> WeightReceipt:
+    """Receive ``update`` and copy it into ``model`` in place.
+
+    Raises:
+        ValueError: names or shapes do not fit the model; it is unchanged then.
+    """
+    start = time.perf_counter()
+    digest = Digest()
+    with fetched(update) as here:
+        check_update(here, group)
+        staged = dict(incoming(here, group, digest))
+        if has_adapter(model):
+            load_adapter(model, staged)
+        else:
+            assign(model, staged)
+    return WeightReceipt(update.version, digest.value, digest.n_bytes, time.perf_counter() - start)
+
+
+@torch.no_grad()
+def assign(model: Any, tensors: dict[str, torch.Tensor]) -> None:
+    """Copy ``tensors`` into the parameters of the same names; a tied alias may be present."""
+    known = model.state_dict()  # shares storage with the parameters; lists aliases too
+    needed = {name for name, _ in model.named_parameters()}
+    missing, unknown = sorted(needed - set(tensors)), sorted(set(tensors) - set(known))
+    if missing or unknown:
+        raise ValueError(
+            f"the weights do not fit the model: missing {missing[:3]}, unknown {unknown[:3]} "
+            f"({len(missing)} and {len(unknown)} names)"
+        )
+    for name, tensor in tensors.items():
+        if known[name].shape != tensor.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}; the model's is {tuple(known[name].shape)}"
+            )
+    for name, tensor in tensors.items():
+        known[name].copy_(tensor)
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Progress bars of transformers are off inside, and as before afterwards."""
+    from transformers.utils import logging
+
+    before = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if before:
+            logging.enable_progress_bar()

@@ -9,7 +9,8 @@ Method: prompts are padded on the left and prefilled once each, then every promp
 rows are repeated for its ``n`` answers; a token is drawn by inverting the cumulative
 distribution at one uniform number per row (the Gumbel-max trick needs one per vocabulary
 entry, which costs more than the model at small sizes); finished rows are dropped from the
-batch once they are a quarter of it.
+batch once they are a quarter of it. All rows have the same length in the cache, because prompts
+are padded on the left; memory for the longest possible answer is reserved once per batch.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from trinity_dask.models.protocol import (
     FINISH_LENGTH,
@@ -27,7 +29,6 @@ from trinity_dask.models.protocol import (
     Completion,
     SamplingParams,
 )
-from trinity_dask.models.torch.cache import ReservedCache
 
 LIVE_SHARE_TO_COMPACT = 0.75
 NEG_INF = float("-inf")
@@ -321,3 +322,68 @@ def filter_top(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -
     before = probabilities.cumsum(dim=-1) - probabilities
     ordered = ordered.masked_fill((before >= top_p) & (rank > 0) & (top_p < 1.0), NEG_INF)
     return torch.empty_like(logits).scatter_(1, order, ordered)
+
+
+class ReservedLayer(CacheLayerMixin):
+    """Keys and values of one layer: ``[rows, heads, capacity, head_dim]``."""
+
+    is_sliding = False
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self.capacity = capacity
+        self.length = 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        rows, heads, _, head_dim = key_states.shape
+        self.keys = key_states.new_empty(rows, heads, self.capacity, head_dim)
+        self.values = value_states.new_empty(rows, heads, self.capacity, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
+        end = self.length + key_states.shape[2]
+        self.keys[:, :, self.length : end] = key_states
+        self.values[:, :, self.length : end] = value_states
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def select(self, index: torch.Tensor) -> None:
+        """Keep, repeat or drop rows: row ``i`` becomes the old row ``index[i]``."""
+        assert self.keys is not None
+        assert self.values is not None
+        self.keys = self._gathered(self.keys, index)
+        self.values = self._gathered(self.values, index)
+
+    def _gathered(self, old: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        new = old.new_empty(len(index), *old.shape[1:])
+        # only what is filled is copied
+        filled = new[:, :, : self.length]
+        torch.index_select(old[:, :, : self.length], 0, index, out=filled)
+        return new
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return self.capacity
+
+
+class ReservedCache(Cache):
+    """One :class:`ReservedLayer` per decoder layer, ``capacity`` tokens per row."""
+
+    def __init__(self, n_layers: int, capacity: int) -> None:
+        self.reserved = [ReservedLayer(capacity) for _ in range(n_layers)]
+        super().__init__(layers=list(self.reserved))
+
+    def select(self, index: torch.Tensor) -> None:
+        for layer in self.reserved:
+            layer.select(index)

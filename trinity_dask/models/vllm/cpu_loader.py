@@ -22,9 +22,9 @@ from typing import Any, Optional
 import torch
 
 from trinity_dask.models.protocol import TensorMeta
-from trinity_dask.models.torch.malloc import large_buffer
-from trinity_dask.weights.buckets import torch_dtype
+from trinity_dask.weights.broadcast import torch_dtype
 from trinity_dask.weights.checksum import Digest, in_threads
+from trinity_dask.weights.memory import large_buffer
 
 
 @dataclass

@@ -11,30 +11,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import time
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
-from trinity_dask.models.actor.loop_thread import LoopThread
-from trinity_dask.models.checks import (
-    check_model_dir,
-    check_vllm_cpu_head_size,
-)
-from trinity_dask.models.errors import EngineDead
+from trinity_dask.aio import ended
+from trinity_dask.models.checks import check_model_dir, check_vllm_cpu_head_size
 from trinity_dask.models.lora_config import wants_adapter
 from trinity_dask.models.protocol import (
     FINISH_LENGTH,
     FINISH_STOP,
     Completion,
+    EngineDead,
     EngineSpec,
     SamplingParams,
     WeightGroupSpec,
     WeightReceipt,
     WeightUpdate,
+    check_token_ids,
+    checked,
 )
-from trinity_dask.models.requests import check_token_ids, checked
 from trinity_dask.models.vllm.adapter import adapter_args, adapter_request
 
 log = logging.getLogger("trinity_dask.engines")
@@ -43,6 +44,7 @@ WORKER = "trinity_dask.models.vllm.worker.WeightWorker"
 BACKEND = "trinity"
 FINISH_REASONS = {"stop": FINISH_STOP, "length": FINISH_LENGTH}
 SHUTDOWN_TIMEOUT_S = 10.0
+THREAD_TIMEOUT_S = 5.0
 # vLLM's process releases everything in less, and would then take seconds to leave Python
 CPU_EXIT_S = 2.0
 
@@ -53,6 +55,68 @@ CPU_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # vLLM otherwise lowers torch's threads by itself
 }
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class LoopThread:
+    """An event loop of its own in a thread of its own: a coroutine handed over with :meth:`run`
+    runs there only, its caller may live on any loop, and cancelling the caller cancels it."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._thread.start()
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+        self.loop.close()
+
+    async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Await ``coroutine``, which runs on this thread's loop."""
+        if not self.loop.is_running():
+            coroutine.close()
+            raise RuntimeError(f"{self._thread.name} is closed")
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self.loop))
+
+    async def close(self) -> None:
+        """Cancel what still runs and end the thread."""
+        if self.loop.is_running():
+            await self.run(self._cancel_others())
+            self.loop.call_soon_threadsafe(self.loop.stop)
+        await asyncio.to_thread(self._thread.join, THREAD_TIMEOUT_S)
+
+    @staticmethod
+    async def _cancel_others() -> None:
+        await ended(asyncio.all_tasks() - {asyncio.current_task()})
+
+
+def on_loop(
+    method: Callable[Concatenate[VLLMEngine, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[VLLMEngine, P], Coroutine[Any, Any, T]]:
+    """``method`` of the engine runs on vLLM's own loop.
+
+    Raises:
+        EngineDead: vLLM's engine process died.
+        RuntimeError: the engine is closed.
+    """
+
+    @wraps(method)
+    async def there(engine: VLLMEngine, *args: P.args, **kwargs: P.kwargs) -> T:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if engine._thread is None:
+            raise RuntimeError(f"engine {engine.spec.slot} is closed")
+        try:
+            return await engine._thread.run(method(engine, *args, **kwargs))
+        except EngineDeadError as error:
+            raise EngineDead(
+                f"engine {engine.spec.slot}: vLLM's engine process died; its log says why"
+            ) from error
+
+    return there
 
 
 class VLLMEngine:
@@ -189,10 +253,11 @@ class VLLMEngine:
         self._counts["requests"] += 1
         self._counts["running"] += 1
         try:
-            return await self._on_loop(self._last_output(prompt, params, request_id))
+            return await self._last_output(prompt, params, request_id)
         finally:
             self._counts["running"] -= 1
 
+    @on_loop
     async def _last_output(self, prompt: list[int], params: Any, request_id: str) -> Any:
         """The only output of a request; leaving early aborts it."""
         inputs = {"type": "token", "prompt_token_ids": list(prompt)}
@@ -206,19 +271,6 @@ class VLLMEngine:
                 f"not with {adapter.lora_int_id}: its tokens are not the policy's"
             )
         return last
-
-    async def _on_loop(self, coroutine: Any) -> Any:
-        if self._thread is None:
-            coroutine.close()
-            raise RuntimeError(f"engine {self.spec.slot} is closed")
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        try:
-            return await self._thread.run(coroutine)
-        except EngineDeadError as error:
-            raise EngineDead(
-                f"engine {self.spec.slot}: vLLM's engine process died; its log says why"
-            ) from error
 
     @property
     def _final_only(self) -> Any:
@@ -259,19 +311,19 @@ class VLLMEngine:
         return versions
 
     # weights ----------------------------------------------------------------------------
+    @on_loop
     async def init_weight_group(self, spec: WeightGroupSpec) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         request = WeightTransferInitRequest(init_info=asdict(spec))
-        await self._on_loop(self._llm.init_weight_transfer_engine(request))
+        await self._llm.init_weight_transfer_engine(request)
 
+    @on_loop
     async def teardown_weight_group(self) -> None:
-        await self._on_loop(self._llm.shutdown_weight_transfer_engine())
+        await self._llm.shutdown_weight_transfer_engine()
 
+    @on_loop
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        return await self._on_loop(self._update(update))
-
-    async def _update(self, update: WeightUpdate) -> WeightReceipt:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         start = time.perf_counter()
@@ -282,9 +334,7 @@ class VLLMEngine:
             await self._llm.start_weight_update()
             await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
             await self._llm.finish_weight_update(weight_version=str(update.version))
-            if self._lora is not None:
-                await self._llm.collective_rpc("trinity_take_adapter")
-            receipts = await self._llm.collective_rpc("trinity_receipt")
+            receipts = await self._llm.collective_rpc("trinity_end_update")
         except BaseException:
             await self._resume_if_whole(update)
             raise
@@ -292,7 +342,14 @@ class VLLMEngine:
         if self._lora is not None:
             self._adapter = adapter_request()
         await self._llm.resume_generation()
-        return self._receipt(update.version, receipts, time.perf_counter() - start)
+        checksums = {receipt["checksum"] for receipt in receipts}
+        if len(checksums) != 1:
+            raise RuntimeError(
+                f"engine {self.spec.slot}: its workers received different weights for version "
+                f"{update.version} (checksums {sorted(checksums)})"
+            )
+        seconds = time.perf_counter() - start
+        return WeightReceipt(update.version, checksums.pop(), receipts[0]["n_bytes"], seconds)
 
     async def _pause(self) -> None:
         """Hold running requests, and have them compute their keys and values again later.
@@ -322,17 +379,9 @@ class VLLMEngine:
         else:
             await self._llm.resume_generation()
 
-    def _receipt(self, version: int, receipts: list[Any], seconds: float) -> WeightReceipt:
-        checksums = {receipt["checksum"] for receipt in receipts}
-        if len(checksums) != 1:
-            raise RuntimeError(
-                f"engine {self.spec.slot}: its workers received different weights for version "
-                f"{version} (checksums {sorted(checksums)})"
-            )
-        return WeightReceipt(version, checksums.pop(), receipts[0]["n_bytes"], seconds)
-
+    @on_loop
     async def label_weights(self, version: int) -> None:
-        await self._on_loop(self._llm.update_weight_version(str(version)))
+        await self._llm.update_weight_version(str(version))
         self.model_version = version
 
     async def stats(self) -> dict[str, float]:

@@ -15,7 +15,9 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -28,22 +30,25 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from trinity_dask.models.protocol import TensorMeta, WeightGroupSpec, WeightUpdate
-from trinity_dask.models.torch.malloc import keep_freed_memory
-from trinity_dask.models.torch.weights import check_update, incoming
 from trinity_dask.models.vllm.adapter import AdapterHolder
 from trinity_dask.models.vllm.cpu_loader import CpuLoader, NoPlan, plan_cpu_loader
 from trinity_dask.models.vllm.plugin import register
-from trinity_dask.models.vllm.prompt_logprobs import heat_prompt_logprobs
-from trinity_dask.weights.buckets import memory_bytes
+from trinity_dask.weights.broadcast import (
+    WeightGroup,
+    check_update,
+    incoming,
+    make_group,
+    memory_bytes,
+    rank_of_worker,
+)
 from trinity_dask.weights.checksum import Digest
-from trinity_dask.weights.files import file_meta
-from trinity_dask.weights.group import WeightGroup, make_group, rank_of_worker
-from trinity_dask.weights.shared_memory import Look, SharedFiles
-from trinity_dask.weights.urls import fetched
+from trinity_dask.weights.files import fetched, file_meta
+from trinity_dask.weights.memory import Look, SharedFiles, keep_freed_memory
 
 log = logging.getLogger("trinity_dask.engines")
 
 BACKEND = "trinity"
+PROMPT_LOGPROBS = "_get_prompt_logprobs_dict"
 
 # the package may be used from a checkout, where no entry point announces the plugin
 register()
@@ -75,10 +80,6 @@ class UpdateInfo(WeightTransferUpdateInfo):
     bucket_bytes: int = 64 << 20
     storage_options: dict[str, Any] = field(default_factory=dict)
 
-    def update(self) -> WeightUpdate:
-        meta = tuple(TensorMeta(name, dtype, tuple(shape)) for name, dtype, shape in self.meta)
-        return WeightUpdate(**{**vars(self), "meta": meta})
-
 
 class TrinityTransfer(WeightTransferEngine[GroupInfo, UpdateInfo]):
     """Receives a version by group or by file and loads it into the vLLM model."""
@@ -106,46 +107,52 @@ class TrinityTransfer(WeightTransferEngine[GroupInfo, UpdateInfo]):
         self.receipt = None
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Receive and load one version; over a group, or from a file or URL."""
         start = time.perf_counter()
-        with fetched(update_info.update()) as update:
-            digest = self._load(update)
+        meta = tuple(
+            TensorMeta(name, dtype, tuple(shape)) for name, dtype, shape in update_info.meta
+        )
+        update = WeightUpdate(**{**vars(update_info), "meta": meta})
+        with fetched(update) if update.path else nullcontext(update) as here:
+            digest, look = self._load(here)
+        self.half_loaded = self.adapter is not None  # until the staged adapter is taken
+        self._look, before = look, self._look
+        if before is not None:  # nothing of the version before is in use any more
+            before.end()
         self.receipt = {
             "checksum": digest.value,
             "n_bytes": digest.n_bytes,
             "seconds": time.perf_counter() - start,
         }
 
-    def _load(self, update: WeightUpdate) -> Digest:
-        digest = Digest()
-        look: Optional[Look] = None
+    def _load(self, update: WeightUpdate) -> tuple[Digest, Optional[Look]]:
+        """The way that this device, model and method allow; what is looked at from now on."""
         check_update(update, self.group)
-        loader = None if self.adapter else self._cpu_loader(update)
+        digest = Digest()
         if self.adapter is not None:
             self.adapter.stage(dict(incoming(update, self.group, digest)))
-        elif loader is not None and _is_shared(update):
-            look, digest = self._load_shared(loader, str(update.path))
-        elif loader is not None and update.method == "nccl":
+            return digest, None
+        loader = self._cpu_loader(update)
+        if loader is None:
+            self.half_loaded = True
+            load_weights(self.model, self.model_config, incoming(update, self.group, digest))
+        elif _is_shared(update):
+            return self._load_shared(loader, str(update.path))
+        elif update.method == "nccl":
             lease = loader.lease(memory_bytes(update.meta, update.bucket_bytes))
             own = loader.own_memory(update.meta)
             loader.load(incoming(update, self.group, digest, lease.memory, own), lease)
-        elif loader is not None:
+        else:
             # copies: what is packed later must not wait on a disk, nor on a file that is gone
             arriving = incoming(update, self.group, digest)
             loader.load(((name, tensor.clone()) for name, tensor in arriving), None)
-        else:
-            self.half_loaded = True
-            load_weights(self.model, self.model_config, incoming(update, self.group, digest))
-        self.half_loaded = self.adapter is not None  # until the staged adapter is taken
-        self._look, before = look, self._look
-        if before is not None:  # nothing of the version before is in use any more
-            before.end()
-        return digest
+        return digest, None
 
-    def _load_shared(self, loader: CpuLoader, path: str) -> tuple[Look, Digest]:
+    def _load_shared(self, loader: CpuLoader, path: str) -> tuple[Digest, Look]:
         """What is to be packed is read from the file when it is; so long it is looked at."""
         look = self._shared.look(path)
         try:
-            return look, loader.load_views(look.tensors())
+            return loader.load_views(look.tensors()), look
         except BaseException:
             look.end()
             raise
@@ -217,16 +224,17 @@ class WeightWorker:
         """Whether an update broke off after it had changed weights."""
         return self.weight_transfer_engine.half_loaded
 
-    def trinity_take_adapter(self) -> None:
-        """Serve the adapter that has arrived; after vLLM's own end of an update, which would
-        drop every adapter."""
-        transfer = self.weight_transfer_engine
-        transfer.adapter.take()
-        transfer.half_loaded = False
+    def trinity_end_update(self) -> Optional[dict[str, Any]]:
+        """Checksum, bytes and seconds of the last update, or None if it failed.
 
-    def trinity_receipt(self) -> Optional[dict[str, Any]]:
-        """Checksum, bytes and seconds of the last update, or None if it failed."""
-        return self.weight_transfer_engine.receipt
+        An adapter that has arrived is served from here on: after vLLM's own end of an update,
+        which would drop every adapter.
+        """
+        transfer = self.weight_transfer_engine
+        if transfer.adapter is not None:
+            transfer.adapter.take()
+            transfer.half_loaded = False
+        return transfer.receipt
 
 
 @torch.no_grad()
@@ -259,3 +267,54 @@ def tied_packed_layers(model: Any) -> list[Any]:
         return weight is not None and weight.numel() > 0
 
     return [m for m in model.modules() if hasattr(m, "cpu_linear") and owns_weight(m)]
+
+
+def heat_prompt_logprobs(runner: Any) -> bool:
+    """Have ``runner`` score each request's prompt with the softmax of ``logits / temperature``, as
+    its sampled tokens are; vLLM scores prompts at temperature 1 whatever the request says. False
+    if this vLLM has no such hook."""
+    if not all(
+        hasattr(runner, name) for name in (PROMPT_LOGPROBS, "num_prompt_logprobs", "sampler")
+    ):
+        return False
+    original = getattr(runner, PROMPT_LOGPROBS)
+
+    def by_temperature(hidden_states: Any, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
+        everyone = runner.num_prompt_logprobs
+        results: dict[str, Any] = {}
+        for heat, requests in _by_heat(runner).items():
+            # the original works through this table and removes what it finished
+            runner.num_prompt_logprobs = {r: everyone.pop(r) for r in requests}
+            try:
+                with _ScaledLogits(runner.sampler, heat):
+                    results.update(original(hidden_states, num_scheduled_tokens))
+            finally:
+                everyone.update(runner.num_prompt_logprobs)
+                runner.num_prompt_logprobs = everyone
+        return results
+
+    setattr(runner, PROMPT_LOGPROBS, by_temperature)
+    return True
+
+
+def _by_heat(runner: Any) -> dict[float, list[str]]:
+    groups: dict[float, list[str]] = defaultdict(list)
+    for request_id in runner.num_prompt_logprobs:
+        params = runner.requests[request_id].sampling_params
+        groups[params.temperature or 1.0].append(request_id)
+    return groups
+
+
+class _ScaledLogits:
+    """While it is entered, the sampler's log-probs are those of ``logits / heat``."""
+
+    def __init__(self, sampler: Any, heat: float) -> None:
+        self.sampler, self.heat = sampler, heat
+
+    def __enter__(self) -> None:
+        if self.heat != 1.0:
+            original = type(self.sampler).compute_logprobs
+            self.sampler.compute_logprobs = lambda logits: original(logits.float() / self.heat)
+
+    def __exit__(self, *_: object) -> None:
+        self.sampler.__dict__.pop("compute_logprobs", None)

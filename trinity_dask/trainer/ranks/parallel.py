@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from trinity_dask.weights.buckets import WeightGroup
+from trinity_dask.weights.broadcast import WeightGroup
 
 
 def open_mesh(

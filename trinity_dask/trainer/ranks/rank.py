@@ -55,16 +55,10 @@ from trinity_dask.trainer.step.rows import (
 )
 from trinity_dask.trainer.step.settings import EngineSettings
 from trinity_dask.trainer.step.utilisation import Meter, model_flops, peak_tflops
-from trinity_dask.weights.buckets import (
-    Digest,
-    WeightGroup,
-    lay_out,
-    make_group,
-    send,
-    tensor_meta,
-)
-from trinity_dask.weights.shared_memory import SharedFiles
-from trinity_dask.weights.urls import write_weights
+from trinity_dask.weights.broadcast import WeightGroup, lay_out, make_group, send, tensor_meta
+from trinity_dask.weights.checksum import Digest
+from trinity_dask.weights.files import write_weights
+from trinity_dask.weights.memory import SharedFiles
 from trinity_dask.workflows.loading import load_plugins
 
 log = logging.getLogger(__name__)

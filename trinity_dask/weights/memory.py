@@ -1,15 +1,17 @@
-"""Weights in shared memory, in files that are written again once nobody looks at them.
+"""Weights in memory: in a process's own, and in shared files that are written again.
 
-Invariant: a file is written only while its writer alone holds its lock, and whoever looks at
-one holds the lock shared; so no file changes under a reader. The lock is the kernel's: a
+Invariant: a shared file is written only while its writer alone holds its lock, and whoever looks
+at one holds the lock shared; so no file changes under a reader. The lock is the kernel's: a
 process that dies gives it back.
 
-A page that is new to a file costs more than the copy into it, and so does mapping it. So the
-versions take turns in a few files, which both sides keep mapped.
+A page that is new to a file, or to a process, costs more than the copy into it. So versions take
+turns in a few shared files, which both sides keep mapped; a process that replaces all its weights
+at every update keeps what it frees, and large buffers lie on huge pages.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -20,11 +22,11 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trinity_dask.models.protocol import TensorMeta
 from trinity_dask.weights.checksum import Digest, in_threads
-from trinity_dask.weights.files import layout_of, meta_of, read_layout
+from trinity_dask.weights.files import layout_of, meta_of, open_locked, read_layout
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +34,35 @@ if TYPE_CHECKING:
 FREE = "free-"  # begins the name of a file that holds no version
 KEPT_MAPPINGS = 3  # the newest version, the one before, and one that a slow reader keeps
 KEPT_FREE = 2
+HUGE_PAGE_BYTES = 1 << 21
+M_TRIM_THRESHOLD = -1
+M_MMAP_MAX = -4
+
+
+def keep_freed_memory() -> bool:
+    """Have this process reuse what it frees, for the rest of its life.
+
+    Returns False where the C library has no ``mallopt`` (musl, macOS); nothing changes then.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    return bool(mallopt(M_MMAP_MAX, 0) and mallopt(M_TRIM_THRESHOLD, 2**31 - 1))
+
+
+def large_buffer(n_bytes: int, device: Any = "cpu") -> torch.Tensor:
+    """Uninitialised uint8 ``[n_bytes]``; in a CPU's memory on huge pages, where the system has
+    some: copying between a socket and memory is faster with them.
+    """
+    import torch
+
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    if torch.device(device).type != "cpu" or advice is None or n_bytes < HUGE_PAGE_BYTES:
+        return torch.empty(n_bytes, dtype=torch.uint8, device=device)
+    pages = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel that was built without
+        pages.madvise(advice)
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 class SharedFiles:
@@ -74,7 +105,7 @@ class SharedFiles:
         Raises:
             FileNotFoundError: there is none (any more).
         """
-        fd = _open_locked(path)
+        fd = open_locked(path)
         try:
             return Look(fd, self._mapped(fd, writable=False))
         except BaseException:
@@ -121,31 +152,6 @@ class Look:
             # unlocked, not only closed: a mapping holds the same open file
             fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
-
-
-@contextmanager
-def looking_at(path: str) -> Iterator[None]:
-    """Within it the file at ``path`` is not written again."""
-    fd = _open_locked(path)
-    try:
-        yield
-    finally:
-        os.close(fd)
-
-
-def _open_locked(path: str) -> int:
-    """An open file that holds the lock shared, and still has the name ``path``."""
-    while True:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            # its writer holds the lock until the file has its name
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            if os.fstat(fd).st_ino == os.stat(path).st_ino:
-                return fd
-        except BaseException:
-            os.close(fd)
-            raise
-        os.close(fd)  # the name went to another file between the two calls
 
 
 @contextmanager
