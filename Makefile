@@ -1,4 +1,5 @@
 # make run     set up .venv, run the main job      ENGINE=torch|vllm  ARGS="key=value ..."
+# make check   set up .venv, lint, the quick tests: for the inner loop
 # make test    set up .venv, lint, run every test this machine can run
 # make help    the rest
 SHELL := /bin/bash
@@ -18,15 +19,21 @@ export OMP_NUM_THREADS ?= 1
 KEY := $(shell cat pyproject.toml scripts/setup_venv.sh | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.setup-$(ACCEL)-$(KEY)
 
+PYTEST := $(BIN)/python -m pytest
+# Two workers. Whole files, since the tests of one share a cluster or an engine, and in the
+# order that tests/conftest.py gives.
+BY_FILE := -n 2 --dist loadfile --no-loadscope-reorder --durations=15
+
 $(STAMP):
 	bash scripts/setup_venv.sh $(VENV) $(ACCEL)
 	@rm -f $(VENV)/.setup-*
 	@touch $@
 
-.PHONY: help setup run smoke test lint format bench clean
+.PHONY: help setup run smoke check test lint format bench clean
 
 help:
 	@echo 'make run [ENGINE=torch|vllm] [ARGS="key=value ..."]   run the main job'
+	@echo 'make check                                            lint, then unit and golden tests'
 	@echo 'make test                                             lint, then all tests'
 	@echo 'make setup [ACCEL=gpu] [PYTHON=...] [TORCH_INDEX_URL=...]'
 	@echo 'make smoke | lint | format | bench | clean'
@@ -52,13 +59,16 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+check: lint
+	$(PYTEST) tests/unit tests/golden -n 2 -q $(ARGS)
+
 test: lint
 	@$(BIN)/python scripts/what_cannot_run.py | tee $(VENV)/cannot-run.txt
 ifeq ($(ARGS),)
-	$(BIN)/python -m pytest tests/unit tests/golden -n 2 -q
-	$(BIN)/python -m pytest tests/cluster tests/vllm tests/e2e tests/chaos --durations=15
+	$(PYTEST) tests/unit tests/golden -n 2 -q
+	$(PYTEST) tests/cluster tests/vllm tests/e2e tests/chaos tests/benchmarks $(BY_FILE)
 else
-	$(BIN)/python -m pytest --durations=15 $(ARGS)
+	$(PYTEST) --durations=15 $(ARGS)
 endif
 	@cat $(VENV)/cannot-run.txt
 

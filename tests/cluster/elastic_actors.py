@@ -28,7 +28,6 @@ class Shape:
     style: str = "fully_async"
     n_engines: int = 2
     train_s: float = 0.05
-    rejoin_timeout_s: float = 3.0
     max_restarts: int = 3
 
 
@@ -52,7 +51,6 @@ class ElasticHost:
             TIMEOUT_S,
             shape.max_restarts,
             spec_of=self.spec,
-            rejoin_timeout_s=shape.rejoin_timeout_s,
         )
         self.stack.push_async_callback(self.pool.close)
         await self.pool.start()

@@ -113,10 +113,7 @@ def test_one_that_dies_while_it_gets_its_weights_is_born_once_more(live: Live) -
     live.end(["engine-0"])
 
 
-PATIENT = Shape("memory", max_restarts=1, rejoin_timeout_s=WAIT_S)
-
-
-@pytest.mark.parametrize("live", [PATIENT], indirect=True)
+@pytest.mark.parametrize("live", [Shape("memory", max_restarts=1)], indirect=True)
 def test_an_engine_that_dies_again_and_again_is_left_out(live: Live) -> None:
     live.until(lambda facts: facts["ready"] == 2)
     for _ in range(2):

@@ -22,14 +22,15 @@ from trinity_dask.run import RunFailed
 )
 def test_two_engines_follow_the_trainer(jobs: SmallJobs, method: str, more: list[str]) -> None:
     keys = [key.format(root=jobs.root) for key in more]
-    jobs.finish(f"synchronizer={method}", "cluster.rollout.n_workers=2", *keys).close()
+    run = jobs.finish(f"synchronizer={method}", "cluster.rollout.n_workers=2", *keys)
+    run.close()
     frame = load_metrics(jobs.dir())
     synced = frame.dropna(subset=["sync/bytes"])
     versions = [float(step) for step in range(1, STEPS + 1)]
     assert list(synced["explorer/model_version"]) == versions
     assert (synced["sync/probe_max_abs_diff"] < 1e-5).all()
     assert (synced["sync/floor_share"] > 0).all()
-    shared = Path("/dev/shm").glob("trinity-dask-*job*")
+    shared = Path("/dev/shm").glob(f"trinity-dask-*{run.run_id}*")
     assert [*jobs.root.rglob("weights-*.safetensors"), *shared] == []
 
 
