@@ -28,10 +28,10 @@ REWARD = "rollout/reward/mean"
 MINUTES = {"vllm": 6.0, "torch": 3.0}
 
 
-def run_once(engine: str, seed: int, root: Path) -> dict[str, Any]:
+def run_once(engine: str, seed: int, root: Path, experiment: str) -> dict[str, Any]:
     """One whole job in its own process and directory."""
     command = [
-        sys.executable, "-m", "trinity_dask", "run", "+experiment=sort_digits",
+        sys.executable, "-m", "trinity_dask", "run", f"+experiment={experiment}",
         f"engine={engine}", f"seed={seed}", f"checkpoint_root_dir={root}",
         f"name=learning-{engine}-{seed}", "monitor.progress=off",
     ]  # fmt: skip
@@ -89,14 +89,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engines", nargs="+", default=["vllm", "torch"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--smoke", action="store_true", help="smallest form; judges nothing")
     options = parser.parse_args()
+    experiment = "sort_digits"
+    if options.smoke:
+        options.engines, options.seeds, experiment = ["torch"], [1], "sort_digits_tiny"
     rows = []
     with tempfile.TemporaryDirectory(prefix="trinity-learning-") as root:
         for engine in options.engines:
             for seed in options.seeds:
-                rows.append(run_once(engine, seed, Path(root)))
+                rows.append(run_once(engine, seed, Path(root), experiment))
                 print(json.dumps(rows[-1]), flush=True)
     show(rows)
+    if options.smoke:
+        return 0
     results = Path(__file__).parent / "results"
     results.mkdir(exist_ok=True)
     (results / "learning.json").write_text(json.dumps(rows, indent=1))

@@ -131,7 +131,7 @@ async def bare(root: Path) -> None:
     llm.shutdown()
 
 
-def measure(root: Path, rounds: int) -> list[dict[str, Any]]:
+def measure(root: Path, rounds: int, warm_up: int = WARM_UP) -> list[dict[str, Any]]:
     from trinity_dask.cluster.actors import start_actor, stop_actor
     from trinity_dask.cluster.build import open_cluster
     from trinity_dask.cluster.rpc import call
@@ -154,13 +154,13 @@ def measure(root: Path, rounds: int) -> list[dict[str, Any]]:
         while other.stdout.readline().strip() != "ready":
             pass  # vLLM's own lines
         rows = []
-        for number in range(1, WARM_UP + rounds + 1):
+        for number in range(1, warm_up + rounds + 1):
             ours = call(cluster.client, ref.handle, "round", number, timeout=300.0)
             other.stdin.write(f"{number}\n")
             other.stdin.flush()
             theirs = json.loads(other.stdout.readline())
-            if number > WARM_UP:
-                rows.append({"round": number - WARM_UP, "ours": ours, "bare": theirs})
+            if number > warm_up:
+                rows.append({"round": number - warm_up, "ours": ours, "bare": theirs})
         call(cluster.client, ref.handle, "close", timeout=60.0)
         stop_actor(ref)
         other.stdin.close()
@@ -170,17 +170,21 @@ def measure(root: Path, rounds: int) -> list[dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--smoke", action="store_true", help="smallest form; judges nothing")
     parser.add_argument("--bare", metavar="ROOT", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.bare:
         asyncio.run(bare(Path(options.bare)))
         return 0
     with tempfile.TemporaryDirectory(prefix="trinity-rollout-") as root:
-        rows = measure(Path(root), options.rounds)
-    return report(rows)
+        rows = measure(Path(root), 1, 0) if options.smoke else measure(Path(root), options.rounds)
+    ratio = show(rows)
+    return 0 if options.smoke else save(rows, ratio)
 
 
-def report(rows: list[dict[str, Any]]) -> int:
+def show(rows: list[dict[str, Any]]) -> float:
+    """Print the table; the ratio of the median speeds."""
+
     def speed(row: dict[str, Any], side: str) -> float:
         return row[side]["tokens"] / row[side]["seconds"]
 
@@ -195,6 +199,10 @@ def report(rows: list[dict[str, Any]]) -> int:
     )
     Console().print(table)
     print(f"ratio of the medians: {ratio:.3f} (target {TARGET})")
+    return ratio
+
+
+def save(rows: list[dict[str, Any]], ratio: float) -> int:
     results = Path(__file__).parent / "results"
     results.mkdir(exist_ok=True)
     (results / "rollout.json").write_text(json.dumps({"ratio": ratio, "rounds": rows}, indent=1))

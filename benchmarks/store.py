@@ -131,7 +131,10 @@ def main() -> int:
     parser.add_argument("--dir", default=None, help="directory on the disk to measure")
     parser.add_argument("--rows", type=int, default=2048)
     parser.add_argument("--batches", type=int, default=12)
+    parser.add_argument("--smoke", action="store_true", help="smallest form; judges nothing")
     args = parser.parse_args()
+    if args.smoke:
+        args.rows, args.batches = 64, 2
     root = Path(tempfile.mkdtemp(prefix="store-benchmark-", dir=args.dir))
     try:
         table = make_table(args.rows)
@@ -149,6 +152,8 @@ def main() -> int:
     finally:
         shutil.rmtree(root)
     report(result)
+    if args.smoke:
+        return 0
     path = Path(__file__).parent / "results" / "store.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")

@@ -10,7 +10,7 @@ ready tensors and does only the mathematics that no implementation can avoid:
 
 Both use one torch thread and take turns, so that a busy machine slows both.
 
-A third part is a model of 135M parameters (``train_step_large.py``): 8 rows of 256 tokens,
+A third part is a model of 135M parameters (``_train_step_large.py``): 8 rows of 256 tokens,
 one process per side, all cores. Floors: 0.95 of the bare loop's speed and at most 1.1 times
 its peak memory. About four minutes on two cores.
 
@@ -40,7 +40,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
 import torch
-from train_step_large import compare_large, show_large
+from _train_step_large import compare_large, show_large
 
 from trinity_dask.buffer.store.experience_store import ExperienceStore
 from trinity_dask.config.schema import Config, OptimizerConfig
@@ -228,8 +228,13 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--steps", type=int, default=4, help="measured steps, large model")
     parser.add_argument("--only", choices=("small", "large"), help="one part; keeps the other's")
+    parser.add_argument("--smoke", action="store_true", help="smallest form; judges nothing")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.smoke:
+        small(64, 1)
+        show_large(compare_large(1, layers=1, tokens=16))
+        return 0
     kept = json.loads(RESULTS.read_text()) if options.only and RESULTS.is_file() else {}
     found = {key: kept[key] for key in ("results", "large") if key in kept}
     if options.only != "large":

@@ -214,16 +214,17 @@ async def unequal_batches(scheduler: Scheduler, rounds: int) -> list[float]:
     return [await one_batch(scheduler, batch, UNEQUAL_BATCH) for batch in range(rounds)]
 
 
-def unequal(rounds: int) -> dict[str, Any]:
-    latencies = [{"fake_latency_s": seconds} for seconds in UNEQUAL_S]
+def unequal(rounds: int, scale: float) -> dict[str, Any]:
+    request_s = [scale * seconds for seconds in UNEQUAL_S]
+    latencies = [{"fake_latency_s": seconds} for seconds in request_s]
     took = scheduled(UNEQUAL_LANES, latencies, lambda s: unequal_batches(s, rounds))
-    shortest = shortest_s(UNEQUAL_BATCH, UNEQUAL_LANES, UNEQUAL_S)
+    shortest = shortest_s(UNEQUAL_BATCH, UNEQUAL_LANES, request_s)
     ratio = float(np.median(took)) / shortest
     print(f"{'1x and 3x':>12}{'batch':>7}{'took s':>8}{'ideal s':>9}{'ratio':>8}")
     print(f"{'':>12}{UNEQUAL_BATCH:>7}{np.median(took):>8.2f}{shortest:>9.2f}{ratio:>8.3f}")
     return {
         "lanes_of_each": UNEQUAL_LANES,
-        "seconds_of_a_request": list(UNEQUAL_S),
+        "seconds_of_a_request": request_s,
         "batch_size": UNEQUAL_BATCH,
         "took_s": [round(seconds, 3) for seconds in took],
         "ideal_s": round(shortest, 3),
@@ -239,8 +240,16 @@ def main() -> int:
     parser.add_argument("--batches", type=int, default=4)
     parser.add_argument("--scale", type=float, default=1.0, help="median latency, seconds")
     parser.add_argument("--rounds", type=int, default=3, help="batches on unequal engines")
+    parser.add_argument("--smoke", action="store_true", help="smallest form; judges nothing")
     arguments = parser.parse_args()
-    result = utilisation(arguments) | {"unequal_engines": unequal(arguments.rounds)}
+    if arguments.smoke:
+        arguments.batch_size, arguments.batches = SLOTS, 3
+        arguments.scale, arguments.rounds = 0.02, 1
+    result = utilisation(arguments) | {
+        "unequal_engines": unequal(arguments.rounds, 0.02 if arguments.smoke else 1.0)
+    }
+    if arguments.smoke:
+        return 0
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(result, indent=1) + "\n")
     return 0 if result["reached"] and result["unequal_engines"]["reached"] else 1

@@ -41,6 +41,7 @@ LAST = 5
 UNTIMED_STEPS = 2
 TRIAL_STEPS = 5
 TIMEOUT_S = 1800
+DEMO = "sort_digits"
 
 
 def environment() -> Path:
@@ -66,10 +67,12 @@ def run(command: list[str], threads: int = 1) -> None:
         raise SystemExit(f"{' '.join(command)[:300]} exited {done.returncode}:\n{output}")
 
 
-def job(name: str, root: Path, seed: int, stage: int, changes: dict[str, Any]) -> Path:
+def job(
+    name: str, root: Path, seed: int, stage: int, changes: dict[str, Any], demo: str = DEMO
+) -> Path:
     """One stage of the demo as a job of its own; its directory."""
     cfg = trinity_dask.load_config(
-        "+experiment=sort_digits",
+        f"+experiment={demo}",
         "engine=torch",
         "monitor=quiet",
         f"seed={seed}",
@@ -96,14 +99,16 @@ def _child(section: Any, name: str) -> Any:
     return section.setdefault(name, {}) if isinstance(section, dict) else getattr(section, name)
 
 
-def warm_up(root: Path, seed: int) -> Path:
+def warm_up(root: Path, seed: int, demo: str = DEMO) -> Path:
     """The start of both: the demo's model after its supervised stage."""
-    export = latest_hf_export(job("warm-up", root, seed, 0, {}))
+    export = latest_hf_export(job("warm-up", root, seed, 0, {}, demo))
     assert export is not None
     return export
 
 
-def ours(root: Path, model: Path, steps: int, seed: int, cores: int) -> dict[str, Any]:
+def ours(
+    root: Path, model: Path, steps: int, seed: int, cores: int, demo: str = DEMO
+) -> dict[str, Any]:
     changes = {
         "model.model_path": str(model),
         "cluster.trainer.n_workers": cores,
@@ -116,7 +121,7 @@ def ours(root: Path, model: Path, steps: int, seed: int, cores: int) -> dict[str
         "stages.0.trainer.total_steps": steps,
         "stages.0.trainer.save_interval": 0,
     }
-    frame = load_metrics(job("ours", root, seed, 1, changes))
+    frame = load_metrics(job("ours", root, seed, 1, changes, demo))
     rewards = frame[frame["role"] == "explorer"].sort_values("step")["rollout/reward/mean"]
     ends = frame[frame["role"] == "trainer"].sort_values("step")["time"].iloc[UNTIMED_STEPS - 1 :]
     step_s = (ends.iloc[-1] - ends.iloc[0]) / (len(ends) - 1)
@@ -146,7 +151,7 @@ def trl(root: Path, model: Path, steps: int, seed: int, threads: int) -> dict[st
         "threads": threads,
         "out": str(out),
     }
-    side = Path(__file__).parent / "trl_side.py"
+    side = Path(__file__).parent / "_trl_side.py"
     run([str(python), str(side), json.dumps(arguments)], threads)
     return json.loads(out.read_text())
 
@@ -160,12 +165,24 @@ def summary(side: dict[str, Any]) -> dict[str, float]:
     }
 
 
+def smoke() -> int:
+    """Our side of the comparison, on the miniature of the demo."""
+    with tempfile.TemporaryDirectory(prefix="trinity-vs-trl-") as directory:
+        root, demo = Path(directory), f"{DEMO}_tiny"
+        found = ours(root, warm_up(root, 1, demo), 4, 1, 1, demo)
+    print(json.dumps({"trinity-dask": summary(found)}, indent=1))
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--cores", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument("--smoke", action="store_true", help="smallest form; judges nothing")
     options = parser.parse_args()
+    if options.smoke:  # without TRL, which has an environment of its own
+        return smoke()
     environment()
     with tempfile.TemporaryDirectory(prefix="trinity-vs-trl-") as directory:
         root = Path(directory)

@@ -40,7 +40,7 @@ def missing() -> list[tuple[str, str, str]]:
     """(tests, why they cannot run, what to do) of everything that cannot run here."""
     found = []
     for module, tests, remedy in (
-        ("vllm", "tests/vllm and the vLLM runs of tests/e2e", "make setup, or read its output"),
+        ("vllm", "tests/vllm and two of the benchmarks", "make setup, or read its output"),
         ("moto", "the store on s3://", "pip install -e .[test]"),
         ("duckdb", "DuckDB over a run's store", "pip install -e .[test]"),
         ("wandb", "the wandb sink", "pip install -e .[trackers]"),

@@ -10,7 +10,7 @@ step included. What the process holds before a model exists (libraries) is given
 
 Called by ``train_step.py``. A side by itself, one step for every line that it reads:
 
-    yes | head -3 | python benchmarks/train_step_large.py --side bare|trainer --dir DIR
+    yes | head -3 | python benchmarks/_train_step_large.py --side bare|trainer --dir DIR
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,11 @@ FLOOR, MEMORY_CEILING = 0.95, 1.1
 SIDES = ("bare", "trainer")
 
 
-def compare_large(steps: int) -> dict[str, Any]:
+def compare_large(steps: int, layers: int = 30, tokens: int = TOKENS) -> dict[str, Any]:
     """Seconds and memory of both sides; one more step, the first, warms each up."""
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-        write_model(Path(name))
-        running = {side: stack.enter_context(_start(side, Path(name))) for side in SIDES}
+        write_model(Path(name), layers)
+        running = {side: stack.enter_context(_start(side, Path(name), tokens)) for side in SIDES}
         done: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
         for turn in range(steps + 1):
             for side in SIDES if turn % 2 else reversed(SIDES):
@@ -51,9 +52,10 @@ def compare_large(steps: int) -> dict[str, Any]:
     return _verdict(done)
 
 
-def _start(side: str, directory: Path) -> subprocess.Popen[str]:
+def _start(side: str, directory: Path, tokens: int) -> subprocess.Popen[str]:
     """A side's process; it waits for lines to step on and ends with its input."""
     command = [sys.executable, __file__, "--side", side, "--dir", str(directory)]
+    command += ["--tokens", str(tokens)]
     env = os.environ | {
         "OMP_NUM_THREADS": str(os.cpu_count() or 1),
         "PYTHONPATH": str(Path(__file__).resolve().parents[1]),
@@ -115,8 +117,8 @@ def show_large(r: dict[str, Any]) -> None:
     )
 
 
-def write_model(directory: Path) -> None:
-    """A model of 135M parameters, float32."""
+def write_model(directory: Path, layers: int) -> None:
+    """A model of 135M parameters with 30 ``layers``, float32."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -124,7 +126,7 @@ def write_model(directory: Path) -> None:
         vocab_size=VOCAB,
         hidden_size=576,
         intermediate_size=1536,
-        num_hidden_layers=30,
+        num_hidden_layers=layers,
         num_attention_heads=9,
         num_key_value_heads=3,
         tie_word_embeddings=True,
@@ -141,11 +143,11 @@ def resident(key: str = "VmHWM") -> int:
     raise RuntimeError(f"/proc/self/status has no {key}")
 
 
-def token_ids() -> np.ndarray:
-    return np.random.default_rng(0).integers(0, VOCAB, (ROWS, TOKENS))
+def token_ids(tokens: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, VOCAB, (ROWS, tokens))
 
 
-def bare(model_path: str) -> Callable[[int], float]:
+def bare(model_path: str, tokens: int) -> Callable[[int], float]:
     """The loop that a careful user of torch writes."""
     import torch.nn.functional as F
     from transformers import AutoModelForCausalLM
@@ -156,7 +158,7 @@ def bare(model_path: str) -> Callable[[int], float]:
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0, fused=True
     )
-    ids = torch.from_numpy(token_ids())
+    ids = torch.from_numpy(token_ids(tokens))
 
     def step(number: int) -> float:
         optimizer.zero_grad(set_to_none=True)
@@ -170,7 +172,7 @@ def bare(model_path: str) -> Callable[[int], float]:
     return step
 
 
-def trainer(model_path: str, threads: int) -> Callable[[int], float]:
+def trainer(model_path: str, tokens: int, threads: int) -> Callable[[int], float]:
     """A trainer rank, from rows to metrics."""
     from trinity_dask.config.schema import Config, OptimizerConfig
     from trinity_dask.experience import EID, Experience
@@ -188,7 +190,7 @@ def trainer(model_path: str, threads: int) -> Callable[[int], float]:
     loop.run_until_complete(rank.prepare("", 1, model_path, None))
     rows = [
         Experience(tokens=ids, prompt_length=1, eid=EID(1, k, 0))
-        for k, ids in enumerate(token_ids())
+        for k, ids in enumerate(token_ids(tokens))
     ]
     train_input = TrainInput(payload=encode(rows, {}))
 
@@ -203,12 +205,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--side", choices=SIDES, required=True)
     parser.add_argument("--dir", required=True)
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of a row")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     before = resident("VmRSS")
-    make = bare if options.side == "bare" else lambda path: trainer(path, options.threads)
-    step = make(options.dir)
+    make = bare if options.side == "bare" else partial(trainer, threads=options.threads)
+    step = make(options.dir, options.tokens)
     for number, _ in enumerate(sys.stdin, start=1):
         wall, used = time.perf_counter(), time.process_time()
         loss = step(number)
