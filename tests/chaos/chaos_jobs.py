@@ -28,6 +28,7 @@ class Job:
     """One run of the command line."""
 
     process: subprocess.Popen[str]
+    before: int = 0  # characters of output that the runs before it left
 
     def processes(self) -> list[psutil.Process]:
         """Living processes of this job (the driver included).
@@ -62,16 +63,18 @@ def start(root: Path, *overrides: str) -> Job:
         "engine=torch", f"checkpoint_root_dir={root}", "monitor.progress=plain", *overrides,
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with open(root.with_name(root.name + ".out"), "a", encoding="utf-8") as output:
+    path = root.with_name(root.name + ".out")
+    before = len(output(root)) if path.exists() else 0
+    with open(path, "a", encoding="utf-8") as file:
         process = subprocess.Popen(
             command,
-            stdout=output,
+            stdout=file,
             stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,
             text=True,
         )
-    return Job(process)
+    return Job(process, before)
 
 
 def output(root: Path) -> str:
@@ -79,9 +82,10 @@ def output(root: Path) -> str:
 
 
 def wait_for_step(job: Job, root: Path, step: int, timeout_s: float = 240.0) -> None:
-    """Until stage 2 has printed ``step`` or a later one (not every step gets a line)."""
+    """Until stage 2 of ``job`` has printed ``step`` or a later one (not every step gets a line)."""
     deadline = time.monotonic() + timeout_s
-    while not any(int(s) >= step for s in re.findall(r"grpo \(2/2\)  step (\d+)/", output(root))):
+    line = re.compile(r"grpo \(2/2\)  step (\d+)/")
+    while not any(int(s) >= step for s in line.findall(output(root)[job.before :])):
         assert job.process.poll() is None, f"the job ended first: {output(root)[-2000:]}"
         assert time.monotonic() < deadline, f"no step {step} in: {output(root)[-2000:]}"
         time.sleep(0.05)  # the output is a file: it has no wake-up

@@ -5,15 +5,18 @@ Invariant: a job of four short steps of one stage; on a cluster it costs no star
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from distributed import Client
 
 from trinity_dask import Config, Run, load_config
+from trinity_dask.cli import main
 
 WAIT_S = 240.0
 STEPS = 4
@@ -67,10 +70,10 @@ class SmallJobs:
             run.close()
 
 
-def command(root: Path, *more: str, timeout: float = 280.0) -> subprocess.CompletedProcess[str]:
-    """``trinity-dask run`` of the miniature of the main job, as a user has it."""
+def miniature(root: Path, *more: str) -> list[str]:
+    """The miniature of the main job, two stages and all."""
     words = ["+experiment=sort_digits_tiny", "engine=torch", f"checkpoint_root_dir={root}"]
-    return run_words(*words, "monitor.progress=plain", *more, timeout=timeout)
+    return [*words, "monitor.progress=plain", *more]
 
 
 def run_words(*words: str, timeout: float = 280.0) -> subprocess.CompletedProcess[Any]:
@@ -78,3 +81,14 @@ def run_words(*words: str, timeout: float = 280.0) -> subprocess.CompletedProces
     line = [sys.executable, "-m", "trinity_dask", "run", *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(line, capture_output=True, text=True, timeout=timeout, env=environment)
+
+
+def in_process(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """The same without a new process: exit code, standard output and error."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        code = main(["run", *words])
+    finally:  # Hydra's handler would outlive the captured stream
+        root.handlers[:], root.level = handlers, level
+    return code, *capsys.readouterr()

@@ -1,19 +1,19 @@
 """Every algorithm type trains three steps from its preset: rollouts, advantages, updates, syncs.
 
-One cluster serves all runs. What an algorithm computes is shown elsewhere (tests/golden); here
-it is that the whole job works with nothing but the type's own defaults.
+The cluster of all end-to-end tests serves all runs. What an algorithm computes is shown
+elsewhere (tests/golden); here it is that the whole job works with nothing but the type's own
+defaults.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
-from distributed import Client, LocalCluster
+from distributed import Client
 from safetensors.torch import load_file
 
 from trinity_dask import Run, load_config
@@ -53,15 +53,6 @@ OWN = {
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("algorithms")
-
-
-@pytest.fixture(scope="module")
-def client() -> Iterator[Client]:
-    with (
-        LocalCluster(n_workers=3, threads_per_worker=4, dashboard_address=None) as cluster,
-        Client(cluster) as client,
-    ):
-        yield client
 
 
 def overrides(kind: str, spec: AlgorithmSpec) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from distributed import Client
-from small_jobs import command
+from small_jobs import in_process, miniature, run_words
 
 from trinity_dask import Run, load_config
 from trinity_dask.monitor.history import load_metrics
@@ -19,14 +19,14 @@ NAME = "name=job"
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished job of 60 supervised steps and 4 GRPO steps, trained colocated."""
     root = tmp_path_factory.mktemp("modes")
-    done = command(root, NAME, "stages.1.mode=colocate", "trainer.max_checkpoints_to_keep=0")
+    words = ("stages.1.mode=colocate", "trainer.max_checkpoints_to_keep=0")
+    done = run_words(*miniature(root, NAME, *words))
     assert done.returncode == 0, done.stderr[-2000:]
     return root / "trinity-dask" / "job"
 
 
 def run_on(client: Client, root: Path, *words: str) -> None:
-    miniature = ("+experiment=sort_digits_tiny", "engine=torch", f"checkpoint_root_dir={root}")
-    with Run(load_config(*miniature, NAME, *words), client) as run:
+    with Run(load_config(*miniature(root, NAME, *words)), client) as run:
         assert run.wait(timeout=280)["state"] == "done"
 
 
@@ -50,10 +50,14 @@ def test_colocate_trains_over_shared_memory(job: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_bench_evaluates_every_checkpoint_and_changes_nothing(job: Path, client: Client) -> None:
+def test_bench_evaluates_every_checkpoint_and_changes_nothing(
+    job: Path, client: Client, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = contents(job)
-    done = command(job.parents[1], NAME, "mode=bench")
-    assert done.returncode == 0, done.stderr[-2000:]
+    address = client.scheduler.address
+    there = ("cluster=address", f"cluster.address={address}")
+    code, out, err = in_process(capsys, *miniature(job.parents[1], NAME, "mode=bench", *there))
+    assert code == 0, err[-2000:]
     assert contents(job) == before
     assert list(results(job, "sft")) == ["0", "60"]
     assert list(results(job, "grpo")) == ["0", "2", "4"]
@@ -62,7 +66,7 @@ def test_bench_evaluates_every_checkpoint_and_changes_nothing(job: Path, client:
     evals = frame.dropna(subset=["eval/heldout/reward/mean@1"]).set_index("step")
     # the same weights on the same greedy tasks: what the run itself had found
     assert list(logged) == list(evals["eval/heldout/reward/mean@1"])
-    assert "heldout/reward/mean@1" in done.stdout
+    assert "heldout/reward/mean@1" in out
     _a_killed_benchmark_goes_on(job, client)
 
 
@@ -83,8 +87,10 @@ def scores(found: dict[str, dict[str, float]]) -> dict[str, float]:
     return {step: metrics["bench/heldout/reward/mean@1"] for step, metrics in found.items()}
 
 
-def test_a_benchmark_of_nothing_is_refused(tmp_path: Path) -> None:
-    done = command(tmp_path, "name=never", "mode=bench")
-    assert done.returncode == 2
-    assert "mode=bench evaluates the checkpoints of a job" in done.stderr
+def test_a_benchmark_of_nothing_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = in_process(capsys, *miniature(tmp_path, "name=never", "mode=bench"))
+    assert code == 2
+    assert "mode=bench evaluates the checkpoints of a job" in err
     assert not (tmp_path / "trinity-dask" / "never").exists()

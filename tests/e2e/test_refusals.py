@@ -129,15 +129,17 @@ def test_a_foreign_file_in_the_store_stops_the_resumed_run(jobs: SmallJobs) -> N
         run.wait(timeout=WAIT_S)
 
 
-def test_a_missing_model_is_refused_before_a_cluster_starts(tmp_path: Path) -> None:
+def test_a_missing_model_is_refused_before_a_cluster_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text('{"prompt": "sort 1=", "response": "1"}\n')
-    done = small_jobs.run_words(
-        "engine=torch", "model.max_model_len=32",
+    code, out, err = small_jobs.in_process(
+        capsys, "engine=torch", "model.max_model_len=32",
         f"checkpoint_root_dir={tmp_path}", f"model.model_path={tmp_path}/nope",
         f"buffer.explorer_input.taskset.path={tasks}", "buffer.total_steps=1",
         "buffer.explorer_input.taskset.reward_fn=accuracy_reward",
     )  # fmt: skip
-    assert done.returncode == 2, done.stderr
-    assert f"{tmp_path}/nope" in done.stderr
+    assert code == 2, (out, err)
+    assert f"{tmp_path}/nope" in err
     assert not list(tmp_path.rglob("control-0.log"))
