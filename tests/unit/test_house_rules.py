@@ -23,6 +23,7 @@ FILES = PACKAGE_FILES + sorted(
 
 MAX_FUNCTION_LINES = 80
 MAX_MEDIAN_FUNCTION_LINES = 12
+MIN_MEDIAN_FUNCTION_SPAN = 6  # lines with the docstring; a call costs its reader a hop
 MAX_FILE_LINES = 600
 LEFT_OVERS = re.compile(
     r"\b(TODO|FIXME|XXX|HACK)\b|[Pp]laceholder docstring|NotImplementedError\(\)"
@@ -90,6 +91,15 @@ def test_the_file_keeps_the_rules(path):
 def test_most_functions_are_short():
     lengths = [length(f) for path in PACKAGE_FILES for f in functions(ast.parse(path.read_text()))]
     assert statistics.median(lengths) <= MAX_MEDIAN_FUNCTION_LINES
+
+
+def test_most_functions_are_worth_the_hop():
+    spans = [
+        (f.end_lineno or 0) - f.lineno + 1
+        for path in PACKAGE_FILES
+        for f in functions(ast.parse(path.read_text()))
+    ]
+    assert statistics.median(spans) >= MIN_MEDIAN_FUNCTION_SPAN
 
 
 LONG = "\n".join(f"    x = {index}" for index in range(MAX_FUNCTION_LINES + 1))
