@@ -178,7 +178,7 @@ def trainer(model_path: str, tokens: int, threads: int) -> Callable[[int], float
     from trinity_dask.experience import EID, Experience
     from trinity_dask.experience.payload import encode
     from trinity_dask.trainer.ranks.rank import TrainerRank
-    from trinity_dask.trainer.step.rows import TrainInput
+    from trinity_dask.trainer.sources import TrainInput
 
     cfg = Config(mode="train")
     cfg.model.model_path = model_path

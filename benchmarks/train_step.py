@@ -50,7 +50,7 @@ from trinity_dask.experience.collate import collate
 from trinity_dask.experience.schema import to_table
 from trinity_dask.trainer.model.policy_model import load_policy
 from trinity_dask.trainer.ranks.rank import TrainerRank
-from trinity_dask.trainer.step.rows import TrainInput
+from trinity_dask.trainer.sources import TrainInput
 
 FLOOR = 0.90
 RESULTS = Path(__file__).parent / "results" / "train_step.json"

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from trainer_support import VOCAB, batch_of, rows, tiny_model
+from trainer_support import VOCAB, batch_of, rows, step_config, tiny_model
 
 from trinity_dask.algorithm import ALGORITHM, resolve_algorithm
 from trinity_dask.config.schema import CriticConfig, OptimizerConfig
@@ -17,9 +17,8 @@ from trinity_dask.experience.schema import to_table
 from trinity_dask.models.protocol import WeightGroupSpec
 from trinity_dask.trainer.model.frozen import FrozenModel
 from trinity_dask.trainer.ranks.gradients import GradientGroup
-from trinity_dask.trainer.step.engine import TrainEngine
-from trinity_dask.trainer.step.rows import row_lengths
-from trinity_dask.trainer.step.settings import EngineSettings
+from trinity_dask.trainer.step.engine import StepEngine
+from trinity_dask.trainer.step.row_metrics import row_lengths
 from trinity_dask.weights.broadcast import make_group
 
 SGD = OptimizerConfig(optimizer_type="sgd", lr=0.0)
@@ -75,27 +74,24 @@ def pairs(n: int, seed: int = 0):
     return made
 
 
-def role_engine(algorithm, group=None, **settings) -> TrainEngine:
+def role_engine(algorithm, group=None, **settings) -> StepEngine:
     """An engine with every model that the algorithm uses."""
     spec = resolve_algorithm(algorithm)
-    optimizer = settings.pop("optimizer", SGD)
-    critic = settings.pop("critic", CriticConfig(optimizer=SGD, grad_clip=0.0))
+    of_critic = CriticConfig(optimizer=SGD, grad_clip=0.0)
+    defaults = {"grad_clip": 0.0, "max_response_tokens": RESPONSE_TOKENS}
+    cfg = step_config(**{"optimizer": SGD, "critic": of_critic, **defaults, **settings})
     reference = FrozenModel(tiny_model(seed=1)) if spec.uses_reference else None
-    return TrainEngine(
-        tiny_model(),
+    return StepEngine(
+        cfg,
         spec,
-        EngineSettings(
-            optimizer=optimizer,
-            critic=critic,
-            **{"grad_clip": 0.0, "response_tokens": RESPONSE_TOKENS, **settings},
-        ),
+        tiny_model(),
         group,
         reference=reference,
         critic=tiny_critic() if spec.uses_critic else None,
     )
 
 
-def gradients_of(engine: TrainEngine) -> dict[str, torch.Tensor]:
+def gradients_of(engine: StepEngine) -> dict[str, torch.Tensor]:
     """Of the policy and the critic, as they were handed to the optimizers."""
     return {
         f"{name}/{key}": p.grad.clone()
@@ -124,7 +120,7 @@ def train_on_ranks(algorithm, experiences, world=2, step=1, **settings):
         try:
             with MAKING:  # models are made with the process's one generator
                 engine = role_engine(algorithm, GradientGroup(group.backend), **settings)
-            plan = engine.plan(row_lengths(to_table(experiences)), step, index, world)
+            plan = engine.planner.plan(row_lengths(to_table(experiences)), step, index, world)
             mine = collate(to_table([experiences[k] for k in plan.rows]), 0, to_table(experiences))
             metrics = engine.train_step(mine, step, plan, batch_of(experiences))
             results[index] = (engine, metrics)

@@ -13,8 +13,8 @@ from trinity_dask.experience import EID, Experience
 from trinity_dask.experience.collate import collate
 from trinity_dask.experience.schema import to_table
 from trinity_dask.trainer.model.frozen import FrozenModel
-from trinity_dask.trainer.step.engine import TrainEngine
-from trinity_dask.trainer.step.settings import EngineSettings
+from trinity_dask.trainer.step.batching import Cut, Planner
+from trinity_dask.trainer.step.engine import StepEngine
 
 VOCAB = 40
 GRPO = {
@@ -93,26 +93,39 @@ def batch_of(experiences):
     return collate(to_table(experiences), pad_token_id=0)
 
 
-def engine(algorithm=None, model=None, group=None, reference=None, **settings) -> TrainEngine:
-    optimizer = settings.pop("optimizer", None) or OptimizerConfig(
+def engine(algorithm=None, model=None, group=None, reference=None, **settings) -> StepEngine:
+    spec = resolve_algorithm(algorithm or GRPO)
+    frozen = None if reference is None else FrozenModel(reference)
+    return StepEngine(step_config(**settings), spec, model or tiny_model(), group, frozen)
+
+
+def plan_updates(lengths, *, seed, step, rank=0, world_size=1, unit=1, groups=None, **cut):
+    """One rank's plan; ``cut`` are fields of :class:`Cut`."""
+    planner = Planner(Cut(**cut), seed=seed, unit=unit, by_groups=groups is not None)
+    return planner.plan(lengths, step, rank, world_size, groups)
+
+
+def step_config(optimizer=None, critic=None, **settings) -> Config:
+    """A config of a train step; ``settings`` are keys of ``model`` or ``trainer``."""
+    cfg = Config()
+    cfg.algorithm.optimizer = optimizer or OptimizerConfig(
         lr=1e-2, betas=[0.9, 0.95], weight_decay=0.0
     )
-    return TrainEngine(
-        model or tiny_model(),
-        resolve_algorithm(algorithm or GRPO),
-        EngineSettings(optimizer=optimizer, **settings),
-        group,
-        None if reference is None else FrozenModel(reference),
-    )
+    cfg.critic = critic or cfg.critic
+    for name, value in settings.items():
+        (section,) = (s for s in (cfg.model, cfg.trainer) if hasattr(s, name))
+        setattr(section, name, value)
+    return cfg
 
 
-def gradients(trained: TrainEngine) -> dict[str, torch.Tensor]:
+def gradients(trained: StepEngine) -> dict[str, torch.Tensor]:
     """The gradient of the last update, as it was handed to the optimizer."""
-    return {n: p.grad.clone() for n, p in trained.model.named_parameters() if p.grad is not None}
+    named = trained.policy.module.named_parameters()
+    return {name: p.grad.clone() for name, p in named if p.grad is not None}
 
 
-def weights(trained: TrainEngine) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in trained.model.named_parameters()}
+def weights(trained: StepEngine) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trained.policy.module.named_parameters()}
 
 
 def grpo_config(job_dir: Path, model_path: str, **trainer) -> Config:

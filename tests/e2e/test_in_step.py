@@ -24,7 +24,7 @@ from trinity_dask.models.wrapper import ModelWrapper, load_tokenizer
 from trinity_dask.monitor.history import load_metrics
 from trinity_dask.trainer.checkpoints.checkpoint import WEIGHTS, latest_complete
 from trinity_dask.trainer.ranks.rank import TrainerRank
-from trinity_dask.trainer.step.rows import TrainInput
+from trinity_dask.trainer.sources import TrainInput
 
 WORDS = [
     "explorer.rollout_model.deterministic=true",

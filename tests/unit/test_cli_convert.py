@@ -19,8 +19,7 @@ from trinity_dask.trainer.checkpoints.checkpoint import (
     latest_hf_export,
     write_checkpoint,
 )
-from trinity_dask.trainer.checkpoints.export import write_engine
-from trinity_dask.trainer.checkpoints.hf_export import export_policy
+from trinity_dask.trainer.checkpoints.export import export_policy, write_engine
 from trinity_dask.trainer.model.policy_model import load_policy
 
 
@@ -46,7 +45,7 @@ def test_every_complete_checkpoint_is_converted_once(job, capsys):
     target = job / "global_step_2" / "huggingface"
     assert json.loads((target / "config.json").read_text())["dtype"] == "bfloat16"
     again = AutoModelForCausalLM.from_pretrained(target)
-    weight = engine().model.get_input_embeddings().weight.detach()
+    weight = engine().policy.module.get_input_embeddings().weight.detach()
     torch.testing.assert_close(again.get_input_embeddings().weight, weight.to(torch.bfloat16))
     assert latest_hf_export(job) == target
     before = (target / "model.safetensors").stat().st_mtime_ns

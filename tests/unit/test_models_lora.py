@@ -22,8 +22,7 @@ from trinity_dask.models.lora import (
 from trinity_dask.models.protocol import SamplingParams, WeightUpdate
 from trinity_dask.models.torch.engine import TorchEngine, load_model
 from trinity_dask.trainer.checkpoints.checkpoint import ADAPTER, write_checkpoint
-from trinity_dask.trainer.checkpoints.export import read_engine, write_engine
-from trinity_dask.trainer.checkpoints.hf_export import export_policy
+from trinity_dask.trainer.checkpoints.export import export_policy, read_engine, write_engine
 from trinity_dask.trainer.model.frozen import BaseUnderAdapter
 from trinity_dask.trainer.model.policy_model import load_policy
 from trinity_dask.weights.checksum import checksum
@@ -103,7 +102,7 @@ def test_an_adapter_checkpoint_continues_bit_for_bit(path, tmp_path):
     read_engine(third.trainables, saved)
     wrapped = PeftModel.from_pretrained(load_policy(path), str((saved / ADAPTER).parent))
     ids = torch.arange(6)[None]
-    torch.testing.assert_close(wrapped(ids).logits, third.model(ids).logits)
+    torch.testing.assert_close(wrapped(ids).logits, third.policy.module(ids).logits)
 
 
 @pytest.mark.parametrize("merge", [False, True])

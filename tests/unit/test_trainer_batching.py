@@ -7,13 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trainer_support import batch_of, rows
+from trainer_support import batch_of, plan_updates, rows
 
 from trinity_dask.trainer.step.batching import (
     Widths,
     micro_batches,
     n_mini_batches,
-    plan_updates,
     take,
 )
 

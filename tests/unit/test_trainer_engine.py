@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from roles_support import role_engine, rows_for
 from trainer_support import (
     GRPO,
     VOCAB,
@@ -13,16 +14,18 @@ from trainer_support import (
     gradients,
     rows,
     save_tiny_model,
+    step_config,
     tiny_model,
     weights,
 )
 
+from trinity_dask.algorithm import resolve_algorithm
 from trinity_dask.algorithm.aggregate import AGGREGATION_MODES
-from trinity_dask.config.schema import Config, OptimizerConfig
+from trinity_dask.config.schema import CriticConfig, OptimizerConfig
 from trinity_dask.trainer.model.logprobs import Scorer
 from trinity_dask.trainer.model.policy_model import load_policy
 from trinity_dask.trainer.step.batching import Widths, micro_batches, take
-from trinity_dask.trainer.step.settings import EngineSettings
+from trinity_dask.trainer.step.engine import StepEngine
 
 SGD = OptimizerConfig(optimizer_type="sgd", lr=0.0)
 
@@ -99,9 +102,9 @@ def test_old_logprobs_are_those_of_the_start_in_every_mini_batch():
     start = tiny_model()
     trained = engine(mini_batches=3, optimizer=OptimizerConfig(lr=5e-2))
     batch = batch_of(experiences)
-    plan = trained.plan(batch["lengths"].numpy(), 1)
+    plan = trained.planner.plan(batch["lengths"].numpy(), 1)
     seen = []
-    original = trained.objective.spec.policy_loss
+    original = trained.spec.policy_loss
 
     class Spy(type(original)):
         def __init__(self):
@@ -111,7 +114,7 @@ def test_old_logprobs_are_those_of_the_start_in_every_mini_batch():
             seen.append({n: v.detach().clone() for n, v in inputs.items() if torch.is_tensor(v)})
             return super().__call__(**inputs)
 
-    object.__setattr__(trained.objective.spec, "policy_loss", Spy())
+    object.__setattr__(trained.spec, "policy_loss", Spy())
     trained.train_step(batch, 1, plan)
     assert len(seen) == 3
     scorer = Scorer(start)
@@ -244,7 +247,7 @@ def test_gradient_checkpointing_gives_the_same_gradient(tmp_path):
 
 
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights():
-    trained = engine(autocast=torch.bfloat16)
+    trained = engine(dtype="bfloat16")
     assert (
         trained.scorer.response_logits(
             take(batch_of(rows(2)), np.arange(2), Widths.of(batch_of(rows(2))))
@@ -255,7 +258,7 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights():
     exact = engine().train_step(batch_of(rows(8)), 1)
     assert metrics["actor/grad_norm"] == pytest.approx(exact["actor/grad_norm"], rel=0.1)
     assert metrics["actor/grad_norm"] != exact["actor/grad_norm"]
-    assert {p.dtype for p in trained.model.parameters()} == {torch.float32}
+    assert {p.dtype for p in trained.policy.module.parameters()} == {torch.float32}
 
 
 def test_all_updates_of_a_step_share_the_learning_rate():
@@ -305,9 +308,30 @@ def test_weights_of_another_model_are_refused():
 
 
 def test_settings_come_from_the_config():
-    cfg = Config()
+    cfg = step_config()
     cfg.buffer.total_steps = 60
     cfg.trainer.mini_batches = 4
     cfg.model.temperature = 0.7
-    settings = EngineSettings.from_config(cfg)
-    assert (settings.total_steps, settings.mini_batches, settings.temperature) == (60, 4, 0.7)
+    trained = StepEngine(cfg, resolve_algorithm(GRPO), tiny_model())
+    assert trained.policy.schedule.total_steps == 60
+    assert trained.planner.policy.mini_batches == 4
+    assert trained.scorer.temperature == 0.7
+
+
+@pytest.mark.parametrize("clip", [0.0, 1e-3])
+def test_a_grad_clip_of_0_does_not_clip(clip):
+    sgd = OptimizerConfig(optimizer_type="sgd", lr=1.0, weight_decay=0.0)
+    critic = CriticConfig(optimizer=sgd, grad_clip=clip)
+    algorithm = {"algorithm_type": "ppo", "kl_penalty_fn": "none"}
+    trained = role_engine(algorithm, optimizer=sgd, critic=critic, grad_clip=clip)
+    start = {name: weights_of(model) for name, model in trained.trainables.items()}
+    metrics = trained.train_step(batch_of(rows_for("ppo")), 1)
+    for name, model in trained.trainables.items():
+        moved = [(w - start[name][key]).square().sum() for key, w in weights_of(model).items()]
+        norm = metrics[f"{name}/grad_norm"]
+        assert norm > 2e-3
+        assert float(sum(moved).sqrt()) == pytest.approx(clip or norm, rel=1e-2)
+
+
+def weights_of(model):
+    return {name: tensor.clone() for name, tensor in model.full_weights()}

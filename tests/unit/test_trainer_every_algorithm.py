@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from roles_support import SGD, TYPES, gradients_of, rows_for, train_alone, train_on_ranks
-from trainer_support import batch_of, rows, tiny_model
+from trainer_support import batch_of, rows, step_config, tiny_model
 
 from trinity_dask.algorithm import resolve_algorithm
 from trinity_dask.trainer.model.frozen import FrozenModel
-from trinity_dask.trainer.step.engine import TrainEngine
-from trinity_dask.trainer.step.settings import EngineSettings
+from trinity_dask.trainer.step.engine import StepEngine
 
 ROW_TOKENS = 14  # padded tokens of the widest row
 
@@ -49,10 +48,10 @@ def test_fault_31_the_jsd_loss_asks_the_teacher_model(entropy):
     settings = {"grad_clip": 0.0, "optimizer": SGD, "temperature": 0.7}
     found = []
     for tokens, teacher in ((65_536, 1), (4 * ROW_TOKENS, 1), (65_536, 0)):
-        trained = TrainEngine(
-            tiny_model(),
+        trained = StepEngine(
+            step_config(micro_batch_tokens=tokens, **settings),
             resolve_algorithm(algorithm),
-            EngineSettings(micro_batch_tokens=tokens, **settings),
+            tiny_model(),
             teacher=FrozenModel(tiny_model(seed=teacher)),
         )
         metrics = trained.train_step(batch_of(rows(8)), 1)

@@ -12,8 +12,7 @@ from trainer_support import batch_of, engine, rows, tiny_model, weights
 
 from trinity_dask.config.schema import OptimizerConfig
 from trinity_dask.trainer.checkpoints.checkpoint import write_checkpoint
-from trinity_dask.trainer.checkpoints.export import read_engine, write_engine
-from trinity_dask.trainer.checkpoints.hf_export import export_policy
+from trinity_dask.trainer.checkpoints.export import export_policy, read_engine, write_engine
 
 
 def test_a_resumed_engine_is_bit_equal(tmp_path):
@@ -49,7 +48,7 @@ def test_the_export_loads_in_transformers_and_keeps_the_tokenizer_files(tmp_path
 
     source = tmp_path / "source"
     trained = engine()
-    trained.model.save_pretrained(source)
+    trained.policy.module.save_pretrained(source)
     (source / "tokenizer.json").write_text('{"mine": true}')
     (source / "chat_template.jinja").write_text("hello")
     (source / "model.safetensors.index.json").write_text("{}")
@@ -63,7 +62,7 @@ def test_the_export_loads_in_transformers_and_keeps_the_tokenizer_files(tmp_path
     assert "lm_head.weight" not in load_file(target / "model.safetensors")
     again = AutoModelForCausalLM.from_pretrained(target)
     assert again.dtype == dtype
-    for name, value in trained.model.state_dict().items():
+    for name, value in trained.policy.module.state_dict().items():
         torch.testing.assert_close(again.state_dict()[name], value.to(dtype), atol=0, rtol=0)
 
 
@@ -112,7 +111,7 @@ def test_offloaded_models_train_alike(tmp_path):
             trained.train_step(batch_of(rows(8, seed=step)), step)
     for name, value in weights(plain).items():
         torch.testing.assert_close(weights(offloaded)[name], value, atol=0, rtol=0)
-    assert all(p.grad is None for p in offloaded.model.parameters())
+    assert all(p.grad is None for p in offloaded.policy.module.parameters())
     with offloaded.policy.on_device(), offloaded.policy.on_device():
         pass
     path = write_checkpoint(tmp_path, 2, {}, lambda d: write_engine(offloaded.trainables, d))

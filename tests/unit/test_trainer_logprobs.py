@@ -83,7 +83,7 @@ def test_sequences_are_probed_like_an_engine_does():
     trained = engine()
     sequences = [[5, 3, 1, 4, 1], [7, 2], [1, 1, 1, 9, 3, 8, 8]]
     for got, tokens in zip(trained.sequence_logprobs(sequences), sequences, strict=True):
-        np.testing.assert_allclose(got, logprobs(trained.model, tokens, 1), atol=1e-5)
+        np.testing.assert_allclose(got, logprobs(trained.policy.module, tokens, 1), atol=1e-5)
         assert got.dtype == np.float32
         assert got.shape == (len(tokens) - 1,)
 

@@ -16,7 +16,7 @@ from trinity_dask.experience.payload import encode
 from trinity_dask.models.protocol import WeightGroupSpec, WeightUpdate
 from trinity_dask.trainer.checkpoints.checkpoint import latest_complete, read_state
 from trinity_dask.trainer.ranks.rank import TrainerRank
-from trinity_dask.trainer.step.rows import TrainInput
+from trinity_dask.trainer.sources import TrainInput
 from trinity_dask.weights.broadcast import make_group, recv
 from trinity_dask.weights.checksum import Digest
 

@@ -21,6 +21,7 @@ from roles_support import (
 from trainer_support import (
     batch_of,
     grpo_config,
+    plan_updates,
     rows,
     save_tiny_model,
     tiny_model,
@@ -33,14 +34,13 @@ from trinity_dask.algorithm.value_loss import value_loss
 from trinity_dask.config.schema import Config, CriticConfig, OptimizerConfig
 from trinity_dask.experience.payload import encode
 from trinity_dask.experience.schema import to_table
-from trinity_dask.trainer.alarms import SILENT_STEPS, Alarms
-from trinity_dask.trainer.model.frozen import FrozenModel
-from trinity_dask.trainer.model.roles import load_critic, load_reference, load_teacher
-from trinity_dask.trainer.model.value_model import ValueScorer, load_value_model
+from trinity_dask.trainer.metrics import SILENT_STEPS, Alarms
+from trinity_dask.trainer.model.frozen import FrozenModel, load_reference, load_teacher
+from trinity_dask.trainer.model.value_model import ValueScorer, load_critic, load_value_model
 from trinity_dask.trainer.ranks.rank import TrainerRank
-from trinity_dask.trainer.step.batching import Widths, micro_batches, plan_updates, take
+from trinity_dask.trainer.sources import TrainInput
+from trinity_dask.trainer.step.batching import Widths, micro_batches, take
 from trinity_dask.trainer.step.row_metrics import describe_rows
-from trinity_dask.trainer.step.rows import TrainInput
 from trinity_dask.trainer.step.step_advantages import token_rewards
 
 PPO = {"algorithm_type": "ppo", "kl_loss_fn": "none"}
@@ -288,8 +288,8 @@ def test_the_penalty_lowers_rewards_and_an_adaptive_coefficient_is_remembered():
 def test_dr_grpo_divides_by_the_response_budget():
     algorithm = {"algorithm_type": "dr_grpo", "entropy_loss_fn": "none"}
     experiences = rows(8)
-    one, _ = train_alone(algorithm, experiences, response_tokens=RESPONSE_TOKENS)
-    two, _ = train_alone(algorithm, experiences, response_tokens=2 * RESPONSE_TOKENS)
+    one, _ = train_alone(algorithm, experiences, max_response_tokens=RESPONSE_TOKENS)
+    two, _ = train_alone(algorithm, experiences, max_response_tokens=2 * RESPONSE_TOKENS)
     for name, gradient in gradients_of(one).items():
         torch.testing.assert_close(gradients_of(two)[name], gradient / 2)
 
@@ -352,7 +352,7 @@ def test_a_step_that_is_fine_ends_the_count(caplog):
 
 def test_every_setting_of_the_critic_is_taken(tmp_path):
     engine = role_engine(PPO, critic=CriticConfig(optimizer=SGD, epochs=3, mini_batches=2))
-    plan = engine.plan(np.full(8, 5), 1)
+    plan = engine.planner.plan(np.full(8, 5), 1)
     assert len(plan.critic_updates) == 6
     assert len(plan.updates) == 1
 
@@ -393,6 +393,6 @@ def test_a_resumed_critic_is_bit_equal(tmp_path):
 def test_an_empty_first_mini_batch_is_skipped(algorithm):
     experiences = rows(8)
     engine = role_engine(algorithm, mini_batches=2)
-    for k in engine.plan(batch_of(experiences)["lengths"].numpy(), 1).updates[0]:
+    for k in engine.planner.plan(batch_of(experiences)["lengths"].numpy(), 1).updates[0]:
         experiences[k].action_mask[:] = False
     assert engine.train_step(batch_of(experiences), 1)["actor/updates"] == 1

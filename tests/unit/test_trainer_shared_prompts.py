@@ -14,9 +14,8 @@ from trinity_dask.config.schema import LoraConfig
 from trinity_dask.experience import EID, Experience
 from trinity_dask.models.lora import add_adapter
 from trinity_dask.trainer.model.logprobs import Scorer
-from trinity_dask.trainer.step.batching import MicroBatch
+from trinity_dask.trainer.step.batching import MicroBatch, StepRows
 from trinity_dask.trainer.step.shared_prompts import may_share, shared_prompts
-from trinity_dask.trainer.step.step_rows import StepRows
 
 N_PROMPTS, ANSWERS = 3, 6
 
@@ -47,7 +46,7 @@ def micro_of(experiences: list[Experience], share: bool = True) -> MicroBatch:
     """All rows in one pass."""
     batch = batch_of(experiences)
     trained = engine()
-    plan = trained.plan(batch["lengths"].numpy(), 1)
+    plan = trained.planner.plan(batch["lengths"].numpy(), 1)
     (micro,) = StepRows(batch, plan, 1 << 20, share_prompts=share).passes(plan.updates[0])
     return micro
 
@@ -150,7 +149,7 @@ def test_rows_that_differ_in_their_length_alone_are_different():
         for i, a in enumerate(([1], [1, 0], [1, 0], [1]))
     ]
     batch = batch_of(made)
-    plan = engine().plan(batch["lengths"].numpy(), 1)
+    plan = engine().planner.plan(batch["lengths"].numpy(), 1)
     rows = StepRows(batch, plan, 1 << 20, share_prompts=True)
     assert rows._numbers.rows.tolist() == [0, 1, 1, 0]
     (micro,) = rows.passes(plan.updates[0])
@@ -190,7 +189,7 @@ def test_rows_are_computed_alone_where_sharing_saves_little_or_is_off(case):
         assert shared_prompts(np.zeros(8, np.int64), 1, 100) is None
     else:
         batch = batch_of(groups())
-        plan = engine().plan(batch["lengths"].numpy(), 1)
+        plan = engine().planner.plan(batch["lengths"].numpy(), 1)
         rows = StepRows(batch, plan, 1 << 20, share_prompts=False)
         assert all(micro.shared is None for micro in rows.passes(plan.updates[0]))
 
@@ -205,7 +204,7 @@ def test_prompts_of_equal_padding_but_other_length_are_different():
     if micro.shared is not None:
         assert len(micro.shared.first) == 2
     batch = batch_of(made)
-    plan = engine().plan(batch["lengths"].numpy(), 1)
+    plan = engine().planner.plan(batch["lengths"].numpy(), 1)
     numbers = StepRows(batch, plan, 1 << 20, share_prompts=True)._numbers
     assert numbers.prompts.tolist() == [0, 1, 0]
     assert numbers.rows.tolist() == [0, 1, 0]

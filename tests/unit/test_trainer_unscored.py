@@ -12,7 +12,7 @@ from roles_support import gradients_of, role_engine, train_alone, train_on_ranks
 from trainer_support import batch_of, rows, tiny_model
 
 from trinity_dask.experience.schema import to_table
-from trinity_dask.trainer.alarms import SILENT_STEPS, Alarms
+from trinity_dask.trainer.metrics import SILENT_STEPS, Alarms
 from trinity_dask.trainer.model.frozen import FrozenModel
 from trinity_dask.trainer.step.row_metrics import describe_rows
 
@@ -156,7 +156,7 @@ def test_fault_41_equal_rewards_are_an_alarm_only_without_advantages(advantage, 
 
 # models that only score, coefficients -----------------------------------------------------
 def test_frozen_models_compute_as_few_logits_at_a_time_as_the_policy():
-    engine = role_engine(algorithm("grpo"), logits_bytes=123)
+    engine = role_engine(algorithm("grpo"), logits_mb=1)
     asked = []
     original = engine.reference.scorer
 
@@ -166,7 +166,7 @@ def test_frozen_models_compute_as_few_logits_at_a_time_as_the_policy():
 
     engine.reference.scorer = scorer
     engine.train_step(batch_of(rows(4)), 1)
-    assert [scorer.logits_bytes for scorer in asked] == [123]
+    assert [scorer.logits_bytes for scorer in asked] == [1 << 20]
 
 
 def test_an_adaptive_coefficient_moves_by_the_rows_of_the_step_for_any_epochs():

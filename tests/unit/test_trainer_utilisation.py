@@ -31,8 +31,8 @@ def test_the_count_is_that_of_the_matrix_products():
 def test_a_step_reports_its_share_of_the_peak():
     trained = engine()
     batch = batch_of(rows(12))
-    plan = trained.plan(batch["lengths"].numpy(), 1)
-    meter = Meter(model_flops(trained.model), peak=0.5)
+    plan = trained.planner.plan(batch["lengths"].numpy(), 1)
+    meter = Meter(model_flops(trained.policy.module), peak=0.5)
     metrics = trained.train_step(batch, 1, plan)
     found = meter.of_step(batch, plan, metrics)
     assert 0 < found["perf/mfu/actor"] == found["perf/tflops/actor"] / 0.5

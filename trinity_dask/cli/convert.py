@@ -18,7 +18,7 @@ def main(args: Sequence[str]) -> int:
     import torch
 
     from trinity_dask.trainer.checkpoints.checkpoint import HF_EXPORT
-    from trinity_dask.trainer.checkpoints.hf_export import export_policy
+    from trinity_dask.trainer.checkpoints.export import export_policy
 
     for path in _wanted(Path(flags.directory), flags.step):
         if (path / HF_EXPORT).is_dir() and not flags.force:

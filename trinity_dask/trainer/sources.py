@@ -1,33 +1,108 @@
-"""Where the rows of a train step come from: the experience buffer, or a file.
+"""Where the rows of a train step come from, and how they reach the ranks.
 
-Invariant: a source's state after ``done`` names exactly the rows that were trained on, and
-``replay`` gives again, in order, what was done since ``checkpointed`` was last called.
+Invariant: every rank reads the same :class:`TrainInput` as the same table, row for row, so
+the ranks can agree on shares without talking. A source's state after ``done`` names exactly
+the rows that were trained on, and ``replay`` gives again, in order, what was done since
+``checkpointed`` was last called.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Optional, Protocol
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from trinity_dask.algorithm.table import resolve_algorithm
 from trinity_dask.buffer.errors import EndOfData
 from trinity_dask.buffer.experience_buffer import ExperienceBuffer
 from trinity_dask.buffer.sample_strategy import Sample, make_strategy
+from trinity_dask.buffer.store.experience_store import ExperienceStore
+from trinity_dask.buffer.store.manifest import RowRef
 from trinity_dask.buffer.store.row_files import RowFile, open_rows
 from trinity_dask.config.schema import Config
-from trinity_dask.experience.payload import encode_table
+from trinity_dask.experience.payload import decode, encode_table
 from trinity_dask.models.tokenizer import load_tokenizer
-from trinity_dask.trainer.step.rows import TrainInput
 from trinity_dask.workflows.loading import load_plugins
 
 SLICE_S = 1.0  # how long one wait for rows lasts before the caller can look around
 
 
+# on the ranks -------------------------------------------------------------------------
+@dataclass(frozen=True)
+class TrainInput:
+    """Rows by reference into a store, then rows by value (of ``experience.payload``).
+
+    Tokens of versions below ``min_version`` are masked; a row of unknown versions is not.
+    """
+
+    store_url: Optional[str] = None
+    storage_options: dict[str, Any] = field(default_factory=dict)
+    refs: tuple[RowRef, ...] = ()
+    payload: Optional[bytes] = None
+    skip_corrupt: bool = False
+    min_version: int = 0
+
+
+class RowReader:
+    """Reads train inputs; keeps the store it opened for the next step."""
+
+    def __init__(self) -> None:
+        self._store: Optional[ExperienceStore] = None
+
+    def read(self, rows: TrainInput) -> pa.Table:
+        """The rows in order. Raises what the store raises for damaged files."""
+        tables = []
+        if rows.store_url is not None:
+            if self._store is None or self._store.url != rows.store_url:
+                self._store = ExperienceStore(
+                    rows.store_url, rows.storage_options, skip_corrupt=rows.skip_corrupt
+                )
+            tables.append(self._store.read(rows.refs))
+        if rows.payload is not None:
+            tables.append(decode(rows.payload)[0])
+        if not tables:
+            raise ValueError("a train input needs a payload or a store_url")
+        table = pa.concat_tables(tables) if len(tables) > 1 else tables[0]
+        return without_stale(table, rows.min_version)
+
+
+def without_stale(table: pa.Table, min_version: int) -> pa.Table:
+    """``table`` with every token of a version below ``min_version`` out of its action mask."""
+    if not stale_metrics(table, min_version):
+        return table
+    masks = []
+    for versions, mask in zip(table["versions"], table["action_mask"], strict=True):
+        fresh = None
+        if versions.is_valid:
+            fresh = versions.values.to_numpy() >= min_version
+            if mask.is_valid:
+                fresh &= mask.values.to_numpy(zero_copy_only=False)
+        masks.append(mask.as_py() if fresh is None else fresh)
+    index = table.column_names.index("action_mask")
+    field = table.schema.field(index)
+    return table.set_column(index, field, pa.array(masks, field.type))
+
+
+def stale_metrics(table: pa.Table, min_version: int) -> dict[str, float]:
+    """``sample/stale_tokens``, ``sample/stale_rows``: masked for their age; empty for none."""
+    if min_version <= 0 or table.num_rows == 0:
+        return {}
+    known = table["versions"].drop_null()
+    stale = pc.less(pc.list_flatten(known), min_version)
+    if not pc.any(stale).as_py():
+        return {}
+    rows = pc.list_parent_indices(known).filter(stale)
+    return {
+        "sample/stale_tokens": float(pc.sum(stale).as_py()),
+        "sample/stale_rows": float(pc.count_distinct(rows).as_py()),
+    }
+
+
+# in the trainer -----------------------------------------------------------------------
 @dataclass(frozen=True)
 class Feed:
     """The rows of one train step; ``rows`` may be 0 (a batch whose rows were filtered)."""
@@ -98,9 +173,8 @@ class BufferSource:
 
     async def next(self, step: int) -> Optional[Feed]:
         sample = await self._strategy.sample(step, SLICE_S)
-        return None if sample is None else self._feed(sample)
-
-    def _feed(self, sample: Sample) -> Feed:
+        if sample is None:
+            return None
         rows = TrainInput(
             store_url=self._cfg.path,
             storage_options=dict(self._cfg.storage_options),
@@ -212,26 +286,3 @@ def open_source(cfg: Config, buffer: Optional[ExperienceBuffer]) -> Source:
     if cfg.buffer.trainer_input.experience_buffer.storage_type == "file":
         return FileSource(cfg)
     return BufferSource(cfg, buffer)
-
-
-class Patience:
-    """Waits for rows slice by slice, and says once that it is starving."""
-
-    def __init__(self, timeout_s: float, starved: Callable[[], Awaitable[None]]) -> None:
-        self.timeout_s = timeout_s
-        self.starving = False
-        self._starved = starved
-        self._since = time.monotonic()
-
-    async def nothing_came(self) -> None:
-        """A slice passed without rows. Raises TimeoutError when that was one too many."""
-        if not self.starving:
-            self.starving = True
-            await self._starved()
-        waited = time.monotonic() - self._since
-        if waited > self.timeout_s:
-            raise TimeoutError(
-                f"the trainer waited {waited:.0f} s for rows (buffer.trainer_input."
-                f"experience_buffer.max_read_timeout_s = {self.timeout_s:g}); is the explorer "
-                "stuck, or does it commit fewer rows than buffer.train_batch_size?"
-            )

@@ -13,26 +13,50 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Optional, TypeVar
+from typing import Any, Optional, Protocol
 
 from trinity_dask.buffer.errors import EndOfData
-from trinity_dask.cluster.rpc import ActorLost
+from trinity_dask.buffer.experience_buffer import ExperienceBuffer
+from trinity_dask.cluster.rpc import ActorHandle, ActorLost
 from trinity_dask.config.schema import Config
-from trinity_dask.trainer.alarms import Alarms
 from trinity_dask.trainer.checkpoints.checkpoint import HF_EXPORT, latest_complete, read_state
-from trinity_dask.trainer.metrics import merge_rank_metrics
+from trinity_dask.trainer.metrics import Alarms, merge_rank_metrics
 from trinity_dask.trainer.ranks.rank_pool import RankPool
-from trinity_dask.trainer.sources import Feed, Patience, Source, open_source
+from trinity_dask.trainer.sources import Feed, Source, open_source
 
 log = logging.getLogger("trinity_dask.trainer")
-T = TypeVar("T")
 
 CHECK_TIMEOUT_S = 30.0
 
 
 class NoUsableRows(RuntimeError):
     """Batch after batch had no row to train on."""
+
+
+class Synchronizer(Protocol):
+    """Who carries the weights to the explorer; ``progress``: every batch up to it is trained."""
+
+    async def trainer_sync(self, step: int, progress: int) -> object:
+        """``step`` is done; returns when the trainer may go on."""
+
+    async def trainer_starved(self, step: int) -> object:
+        """No rows came, ``step`` is the last one that is done."""
+
+    async def trainer_resumed(self) -> object:
+        """Rows came again."""
+
+    async def trainer_stopped(self, step: int, progress: int) -> object:
+        """No step will follow."""
+
+    def set_trainer_rank0(self, handle: ActorHandle) -> object:
+        """The rank that sends and writes weights, now and after every rebuild."""
+
+
+class Monitor(Protocol):
+    def log(self, step: int, metrics: dict[str, float]) -> object:
+        """Metrics of one train step."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +77,7 @@ class Trainer:
         buffer: the experience buffer; None when the stage trains from a file or a store
             that an earlier run filled.
         synchronizer: told about every step; None without an explorer.
-        monitor: anything with ``log(step, metrics)``; None for no metrics.
+        monitor: None for no metrics.
         pool: the ranks; made from ``cfg`` when None.
     """
 
@@ -61,9 +85,9 @@ class Trainer:
         self,
         cfg: Config,
         run_id: str,
-        buffer: Any = None,
-        synchronizer: Any = None,
-        monitor: Any = None,
+        buffer: Optional[ExperienceBuffer] = None,
+        synchronizer: Optional[Synchronizer] = None,
+        monitor: Optional[Monitor] = None,
         pool: Optional[RankPool] = None,
     ) -> None:
         self.cfg = cfg
@@ -151,10 +175,19 @@ class Trainer:
                 break
             metrics = await self._train(feed)
             await self._source.done(feed)
-            metrics["time/sync_weight"] = await self._timed(self._sync)
-            if self._save_is_due:
-                metrics["time/save_checkpoint"] = await self._timed(self._save)
-            self._log(metrics)
+            start = time.perf_counter()
+            if self._synchronizer is not None:
+                self.state = "syncing"
+                await self._synchronizer.trainer_sync(self.step, self.progress)
+            metrics["time/sync_weight"] = time.perf_counter() - start
+            # the last step is saved after the loop, with the export
+            interval = self.cfg.trainer.save_interval
+            if interval > 0 and self.step % interval == 0 and not self._finished:
+                start = time.perf_counter()
+                await self._save()
+                metrics["time/save_checkpoint"] = time.perf_counter() - start
+            if self._monitor is not None:
+                self._monitor.log(self.step, metrics)
             await self._check_usable()
         return await self._finish()
 
@@ -166,36 +199,47 @@ class Trainer:
         """Rows for the next step; None at the end of the data or when stopped."""
         self.state = "waiting"
         start = time.perf_counter()
-        patience = Patience(
-            self.cfg.buffer.trainer_input.experience_buffer.max_read_timeout_s, self._starved
-        )
+        timeout_s = self.cfg.buffer.trainer_input.experience_buffer.max_read_timeout_s
+        starving = False
         feed: Optional[Feed] = None
         try:
-            while feed is None and not self._stop:
+            while not self._stop:
                 feed = await self._source.next(self.step + 1)
-                if feed is None:
-                    await self._heal_quietly()
-                    await patience.nothing_came()
+                if feed is not None:
+                    break
+                await self._heal_quietly()
+                if self._synchronizer is not None and not starving:
+                    await self._synchronizer.trainer_starved(self.step)
+                starving = True
+                waited = time.perf_counter() - start
+                if waited > timeout_s:
+                    raise TimeoutError(
+                        f"the trainer waited {waited:.0f} s for rows (buffer.trainer_input."
+                        f"experience_buffer.max_read_timeout_s = {timeout_s:g}); is the explorer "
+                        "stuck, or does it commit fewer rows than buffer.train_batch_size?"
+                    )
         except EndOfData as end:
             log.info("end of the training data; %d rows left over", end.left_rows)
-        if feed is not None and patience.starving and self._synchronizer is not None:
+        if feed is not None and starving and self._synchronizer is not None:
             await self._synchronizer.trainer_resumed()
         self._waited_s = time.perf_counter() - start
         return feed
-
-    async def _starved(self) -> None:
-        if self._synchronizer is not None:
-            await self._synchronizer.trainer_starved(self.step)
 
     # one step ---------------------------------------------------------------------------
     async def _train(self, feed: Feed) -> dict[str, float]:
         self.state = "training"
         metrics = {"time/wait_data": self._waited_s, **feed.metrics}
         self.step += 1
-        if feed.rows == 0:
-            return metrics | self._empty_batch()
+        if feed.rows == 0:  # changes no weight, but it is a step of the schedule
+            self._empty_batches += 1
+            log.warning("train step %d has no rows: its whole batch was filtered", self.step)
+            empty = float(self._empty_batches)
+            return metrics | {"trainer/empty_batch": 1.0, "trainer/empty_batches": empty}
         self._empty_batches = 0
-        metrics |= await self._with_ranks(lambda: self._update(feed, self.step))
+        seconds, ranks = await self._on_ranks(
+            self.pool.call_all, "train_step", feed.input, self.step
+        )
+        metrics |= merge_rank_metrics(ranks, seconds)
         self._steps_since_save.append(self.step)
         read = int(metrics.get("sample/rows", feed.rows))
         self.trained_rows += read
@@ -203,18 +247,6 @@ class Trainer:
         self._tokens_per_s = metrics["tokens_per_s"]
         self._alarms.look(self.step, metrics)
         return metrics | {"trainer/empty_batch": 0.0, "trainer/trained_rows": self.trained_rows}
-
-    async def _update(self, feed: Feed, step: int) -> dict[str, float]:
-        start = time.perf_counter()
-        timeout_s = self.cfg.trainer.step_timeout_s
-        ranks = await self.pool.call_all("train_step", feed.input, step, timeout_s=timeout_s)
-        return merge_rank_metrics(ranks, time.perf_counter() - start)
-
-    def _empty_batch(self) -> dict[str, float]:
-        """A step without rows changes no weight, but it is a step of the schedule."""
-        self._empty_batches += 1
-        log.warning("train step %d has no rows: its whole batch was filtered", self.step)
-        return {"trainer/empty_batch": 1.0, "trainer/empty_batches": float(self._empty_batches)}
 
     async def _check_usable(self) -> None:
         allowed = self.cfg.trainer.max_empty_batches
@@ -229,18 +261,7 @@ class Trainer:
             f"saved in {self.job_dir}"
         )
 
-    async def _sync(self) -> None:
-        if self._synchronizer is not None:
-            self.state = "syncing"
-            await self._synchronizer.trainer_sync(self.step, self.progress)
-
     # checkpoints ------------------------------------------------------------------------
-    @property
-    def _save_is_due(self) -> bool:
-        """At the interval; the last step is saved after the loop, with the export."""
-        interval = self.cfg.trainer.save_interval
-        return interval > 0 and self.step % interval == 0 and not self._finished
-
     async def _save(self, last: bool = False) -> None:
         self.state = "saving"
         wanted = self.cfg.trainer.save_hf_checkpoint
@@ -254,10 +275,8 @@ class Trainer:
             "source": await self._source.state_dict(),
         }
         arguments = (str(self.job_dir), self.step, state, export)
-        timeout_s = self.cfg.trainer.step_timeout_s
-        path = await self._with_ranks(
-            lambda: self.pool.call(0, "save_checkpoint", *arguments, timeout_s=timeout_s)
-        )
+        save = partial(self.pool.call, 0)
+        _, path = await self._on_ranks(save, "save_checkpoint", *arguments)
         self._saved = Saved(Path(path), self.step, export)
         self._source.checkpointed()
         self._steps_since_save.clear()
@@ -280,11 +299,18 @@ class Trainer:
         }
 
     # lost ranks -------------------------------------------------------------------------
-    async def _with_ranks(self, call: Callable[[], Awaitable[T]]) -> T:
-        """A call to the ranks; when one is lost, rebuild, catch up and call again."""
+    async def _on_ranks(
+        self, call: Callable[..., Awaitable[Any]], method: str, *args: Any
+    ) -> tuple[float, Any]:
+        """``call`` a method of the ranks; when one is lost, rebuild, catch up and call again.
+
+        Returns the seconds of the call that succeeded, and its result.
+        """
         while True:
+            start = time.perf_counter()
             try:
-                return await call()
+                result = await call(method, *args, timeout_s=self.cfg.trainer.step_timeout_s)
+                return time.perf_counter() - start, result
             except ActorLost as error:
                 await self._heal(error)
 
@@ -323,18 +349,9 @@ class Trainer:
         """Repeat the steps since the checkpoint: same rows, same shuffles, same weights."""
         steps = iter(self._steps_since_save)
         async for feed in self._source.replay():
-            await self._update(feed, next(steps))
+            timeout_s = self.cfg.trainer.step_timeout_s
+            await self.pool.call_all("train_step", feed.input, next(steps), timeout_s=timeout_s)
 
     def _announce_rank0(self) -> None:
         if self._synchronizer is not None:
             self._synchronizer.set_trainer_rank0(self.pool.handles[0])
-
-    # plumbing ---------------------------------------------------------------------------
-    async def _timed(self, work: Callable[[], Awaitable[None]]) -> float:
-        start = time.perf_counter()
-        await work()
-        return time.perf_counter() - start
-
-    def _log(self, metrics: dict[str, float]) -> None:
-        if self._monitor is not None:
-            self._monitor.log(self.step, metrics)

@@ -33,6 +33,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Optional
 
+from trinity_dask.files import fsync_directory
+
 log = logging.getLogger(__name__)
 
 MARKER = "COMPLETE"
@@ -186,7 +188,7 @@ def _move_in(partial: Path, target: Path, reached: Hook) -> None:
         os.rename(target, retired)
         reached("retired")
     os.rename(partial, target)
-    sync_directory(target.parent)
+    fsync_directory(target.parent)
     reached("renamed")
     if retired.exists():
         shutil.rmtree(retired)
@@ -223,7 +225,7 @@ def _write_marker(directory: Path, step: int) -> None:
     marker = directory / MARKER
     marker.write_text(json.dumps({"step": step, "files": files}, indent=1), encoding="utf-8")
     _sync_file(marker)
-    sync_directory(directory)
+    fsync_directory(directory)
 
 
 def _entry(file: Path) -> dict[str, Any]:
@@ -238,7 +240,7 @@ def _sha256(file: Path) -> str:
 def _sync_tree(directory: Path) -> None:
     for path in directory.rglob("*"):
         if path.is_dir():
-            sync_directory(path)
+            fsync_directory(path)
         else:
             _sync_file(path)
 
@@ -246,12 +248,3 @@ def _sync_tree(directory: Path) -> None:
 def _sync_file(path: Path) -> None:
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

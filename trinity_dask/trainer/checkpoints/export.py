@@ -1,29 +1,42 @@
-"""What the ranks write into a checkpoint, and read back from it.
+"""What the ranks write into a checkpoint, read back from it, and give away.
 
 Invariant: every tensor is written whole, whatever the ranks have of it, so a checkpoint
 continues with any number of ranks; the directory of a model is itself one that transformers
-loads (with an adapter: one that peft loads).
+loads (with an adapter: one that peft loads). The export is made from the checkpoint's own
+files alone (an adapter that is merged also reads its base model), tensor by tensor, and its
+directory appears whole or not at all.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from trinity_dask.models.lora import has_adapter, read_adapter, write_adapter
+from trinity_dask.models.lora import (
+    CONFIG_FILE,
+    FILE_PREFIX,
+    has_adapter,
+    read_adapter,
+    write_adapter,
+)
+from trinity_dask.models.lora import WEIGHTS_FILE as ADAPTER_FILE
 from trinity_dask.trainer.checkpoints.checkpoint import (
+    ACTOR,
     ADAPTER_DIR,
+    HF_EXPORT,
     OPTIMIZER_FILE,
     RNG,
     WEIGHTS_FILE,
 )
 from trinity_dask.trainer.model.trainable import TrainableModel
+from trinity_dask.weights.files import read_safetensors
 
 TEXT_FILES = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
 
@@ -66,23 +79,18 @@ def _write_model(
 ) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     if has_adapter(model.module):
-        config = model.module.trinity_adapter
-        write_adapter(config, weights, directory / ADAPTER_DIR, source)
+        write_adapter(model.module.trinity_adapter, weights, directory / ADAPTER_DIR, source)
     else:
         save_file(weights, directory / WEIGHTS_FILE, metadata={"format": "pt"})
     save_file(state, directory / OPTIMIZER_FILE)
-    _write_config(model.module, directory)
-    copy_text_files(Path(source), directory)
-
-
-def _write_config(module: Any, directory: Path) -> None:
-    config = copy.deepcopy(module.config)
+    config = copy.deepcopy(model.module.config)
     # sharding gives the class another name
-    config.architectures = [type(module).__name__.removeprefix("FSDP")]
+    config.architectures = [type(model.module).__name__.removeprefix("FSDP")]
     config.save_pretrained(directory)
-    generation = getattr(module, "generation_config", None)
+    generation = getattr(model.module, "generation_config", None)
     if generation is not None:
         generation.save_pretrained(directory)
+    copy_text_files(Path(source), directory)
 
 
 def copy_text_files(source: Path, target: Path) -> None:
@@ -105,17 +113,91 @@ def read_engine(models: Mapping[str, TrainableModel], checkpoint: str | Path) ->
     """
     for name, model in models.items():
         directory = Path(checkpoint) / name
-        model.load_weights(_weights(model, directory))
+        if has_adapter(model.module):
+            model.load_weights(read_adapter(str(directory / ADAPTER_DIR)))
+        elif (directory / WEIGHTS_FILE).is_file():
+            model.load_weights(load_file(directory / WEIGHTS_FILE))
+        else:
+            raise FileNotFoundError(
+                f"{directory} has no {WEIGHTS_FILE}: it was not trained with this setting of "
+                "model.lora.rank, or it is damaged; use the configuration that it was made with"
+            )
         model.load_state_tensors(load_file(directory / OPTIMIZER_FILE))
     torch.set_rng_state(load_file(Path(checkpoint) / RNG)["torch"])
 
 
-def _weights(model: TrainableModel, directory: Path) -> dict[str, torch.Tensor]:
-    if has_adapter(model.module):
-        return read_adapter(str(directory / ADAPTER_DIR))
-    if not (directory / WEIGHTS_FILE).is_file():
+def export_policy(checkpoint: Path, dtype: torch.dtype, merge: bool = False) -> Path:
+    """Write ``huggingface/`` of a checkpoint in ``dtype`` and return its path.
+
+    Args:
+        merge: with an adapter: the whole model with the adapter added to its base; False
+            writes the adapter alone, as peft loads it.
+
+    Raises:
+        FileNotFoundError: there are no weights, or an adapter's base model is gone.
+    """
+    target, partial = checkpoint / HF_EXPORT, checkpoint / f".{HF_EXPORT}.partial"
+    replaced = checkpoint / f".{HF_EXPORT}.replaced"
+    for left in (partial, replaced):  # of an export that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    partial.mkdir()
+    adapter = checkpoint / ACTOR / ADAPTER_DIR
+    try:
+        if adapter.is_dir() and not merge:
+            _copy_adapter(adapter, checkpoint / ACTOR, partial, dtype)
+        else:
+            _export_model(adapter, checkpoint / ACTOR, partial, dtype)
+        if target.exists():  # removing it in place would leave half of it to a kill
+            target.rename(replaced)
+        partial.rename(target)
+    finally:
+        for left in (partial, replaced):
+            shutil.rmtree(left, ignore_errors=True)
+    return target
+
+
+def _copy_adapter(adapter: Path, actor: Path, target: Path, dtype: torch.dtype) -> None:
+    tensors = {name: value.to(dtype) for name, value in read_adapter(str(adapter)).items()}
+    save_file(tensors, target / ADAPTER_FILE, metadata={"format": "pt"})
+    shutil.copyfile(adapter / CONFIG_FILE, target / CONFIG_FILE)
+    copy_text_files(actor, target)
+    # a model's configuration would say that the directory holds a whole model
+    (target / "config.json").unlink(missing_ok=True)
+
+
+def _export_model(adapter: Path, actor: Path, target: Path, dtype: torch.dtype) -> None:
+    merged = _merged(adapter) if adapter.is_dir() else read_safetensors(str(actor / WEIGHTS_FILE))
+    tensors = {name: value.to(dtype).contiguous() for name, value in merged}
+    save_file(tensors, target / WEIGHTS_FILE, metadata={"format": "pt"})
+    copy_text_files(actor, target)
+    config = target / "config.json"
+    values = json.loads(config.read_text(encoding="utf-8"))
+    values["dtype"] = str(dtype).removeprefix("torch.")
+    config.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _merged(adapter: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """W + (alpha / r) · B A (arXiv 2106.09685, section 4.1) for every adapted layer."""
+    config = json.loads((adapter / CONFIG_FILE).read_text(encoding="utf-8"))
+    base = config["base_model_name_or_path"]
+    if not Path(base).is_dir():
         raise FileNotFoundError(
-            f"{directory} has no {WEIGHTS_FILE}: it was not trained with this setting of "
-            "model.lora.rank, or it is damaged; use the configuration that it was made with"
+            f"the adapter in {adapter} belongs to the model {base!r}, which is not there; put it "
+            f"back, or write its place into {CONFIG_FILE}"
         )
-    return load_file(directory / WEIGHTS_FILE)
+    tensors = read_adapter(str(adapter))
+    scale = config["lora_alpha"] / config["r"]
+    for name, weight in read_safetensors(base):
+        module = FILE_PREFIX + name.removesuffix(".weight")
+        down = tensors.pop(f"{module}.lora_A.weight", None)
+        if down is None:
+            yield name, weight
+            continue
+        up = tensors.pop(f"{module}.lora_B.weight")
+        delta = scale * (up.float() @ down.float())
+        yield name, weight.float() + (delta if delta.shape == weight.shape else delta.t())
+    if tensors:
+        raise ValueError(
+            f"{base} has no weight for {len(tensors)} tensors of the adapter in {adapter}, the "
+            f"first is {min(tensors)!r}"
+        )

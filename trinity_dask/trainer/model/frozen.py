@@ -1,7 +1,7 @@
 """Models that only score: reference and teacher.
 
 Invariant: nothing here ever has a gradient, and with ``offload`` a model takes device
-memory only while it scores.
+memory only while it scores. A model that no term of the algorithm uses is not loaded.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from typing import Any, Optional
 
 import torch
 
-from trinity_dask.models.lora import adapter_off
+from trinity_dask.algorithm.table import AlgorithmSpec
+from trinity_dask.config.schema import Config
+from trinity_dask.models.lora import adapter_off, has_adapter
 from trinity_dask.trainer.model.logprobs import LOGITS_BYTES, Scorer
-from trinity_dask.trainer.ranks.offload import to_device
-from trinity_dask.trainer.ranks.parallel import is_sharded
+from trinity_dask.trainer.model.policy_model import autocast_dtype, load_policy
+from trinity_dask.trainer.ranks.parallel import FROZEN, is_sharded, offload_of, to_device
 
 
 class FrozenModel:
@@ -40,7 +42,7 @@ class FrozenModel:
 
     @property
     def lockstep(self) -> bool:
-        """See :attr:`TrainableModel.lockstep`."""
+        """Whether its passes need all ranks: its weights are shards."""
         return is_sharded(self.module)
 
     def scorer(self, temperature: float = 1.0, logits_bytes: int = LOGITS_BYTES) -> Scorer:
@@ -59,30 +61,54 @@ class FrozenModel:
             to_device(self.module, torch.device("cpu"))
 
 
-class BaseUnderAdapter:
+class BaseUnderAdapter(FrozenModel):
     """The reference of a policy with an adapter: its own base model, the adapter switched off.
 
-    Same methods as :class:`FrozenModel`; it holds no memory of its own.
+    It holds no memory of its own, and is on its device whenever the policy is.
     """
 
     def __init__(self, policy: Any, autocast: Optional[torch.dtype] = None) -> None:
-        self.module = policy
-        self.autocast = autocast
-
-    @property
-    def lockstep(self) -> bool:
-        return is_sharded(self.module)
+        self.module, self.autocast, self._offload = policy, autocast, False
 
     def scorer(self, temperature: float = 1.0, logits_bytes: int = LOGITS_BYTES) -> Scorer:
-        return Scorer(
-            self.module,
-            temperature,
-            self.autocast,
-            around=partial(adapter_off, self.module),
-            logits_bytes=logits_bytes,
-        )
+        off = partial(adapter_off, self.module)
+        return Scorer(self.module, temperature, self.autocast, off, logits_bytes)
 
-    @contextmanager
-    def on_device(self) -> Iterator[None]:
-        """The policy is on its device whenever the reference is asked."""
-        yield
+
+def load_reference(
+    cfg: Config, spec: AlgorithmSpec, path: str, device: str, policy: Any = None
+) -> Any:
+    """The policy before training; ``path`` is where this stage starts.
+
+    A policy with an adapter is its own reference, with the adapter switched off.
+    """
+    if not spec.uses_reference:
+        return None
+    if policy is not None and has_adapter(policy):
+        return BaseUnderAdapter(policy, autocast_dtype(cfg.model.dtype))
+    return _frozen(cfg, path, device)
+
+
+def load_teacher(cfg: Config, spec: AlgorithmSpec, policy: Any, device: str) -> Any:
+    """The teacher of ``model.teacher_model_path``; None when the rows bring its log-probs.
+
+    Raises:
+        ValueError: its vocabulary is not the policy's.
+    """
+    path = cfg.model.teacher_model_path
+    if not spec.uses_teacher or not path:
+        return None
+    teacher = _frozen(cfg, path, device)
+    own, of_teacher = policy.config.vocab_size, teacher.module.config.vocab_size
+    if own != of_teacher:
+        raise ValueError(
+            f"model.teacher_model_path={path} has {of_teacher} tokens in its vocabulary and the "
+            f"policy {own}: a teacher scores the policy's own tokens, so both need one tokenizer"
+        )
+    return teacher
+
+
+def _frozen(cfg: Config, path: str, device: str) -> FrozenModel:
+    trust = cfg.model.trust_remote_code
+    module = load_policy(path, device=device, trust_remote_code=trust)
+    return FrozenModel(module, autocast_dtype(cfg.model.dtype), offload_of(cfg, FROZEN))

@@ -55,17 +55,13 @@ class Schedule:
             return step / self.warmup_steps
         if self.kind == "constant" or self.total_steps is None:
             return 1.0
-        start = self._decay_start(self.total_steps)
+        start = max(self.warmup_steps, 1)  # the last step at the full rate
+        if self.kind == "wsd":
+            n_decay = max(round(self.decay_ratio * self.total_steps), 1)
+            start = max(start, self.total_steps - n_decay)
         done = min(max(step - start, 0) / max(self.total_steps - start, 1), 1.0)
         left = 0.5 * (1.0 + math.cos(math.pi * done)) if self.kind == "cosine" else 1.0 - done
         return self.min_ratio + (1.0 - self.min_ratio) * left
-
-    def _decay_start(self, total_steps: int) -> int:
-        """The last step at the full rate."""
-        start = max(self.warmup_steps, 1)
-        if self.kind != "wsd":
-            return start
-        return max(start, total_steps - max(round(self.decay_ratio * total_steps), 1))
 
 
 def build_schedule(cfg: OptimizerConfig, total_steps: Optional[int]) -> Schedule:
@@ -102,14 +98,8 @@ def build_optimizer(
         "eps": cfg.eps,
         "weight_decay": cfg.weight_decay,
     }
-    if cfg.optimizer_type == "adamw8bit":
-        return _adamw8bit(trainable, adam)
-    return torch.optim.AdamW(trainable, fused=True, **adam)
-
-
-def _adamw8bit(
-    trainable: list[torch.nn.Parameter], options: dict[str, Any]
-) -> torch.optim.Optimizer:
+    if cfg.optimizer_type == "adamw":
+        return torch.optim.AdamW(trainable, fused=True, **adam)
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as error:
@@ -117,9 +107,4 @@ def _adamw8bit(
             "algorithm.optimizer.optimizer_type=adamw8bit needs bitsandbytes on the trainer's "
             f"workers: pip install bitsandbytes, or use adamw ({error})"
         ) from error
-    return AdamW8bit(trainable, **options)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+    return AdamW8bit(trainable, **adam)

@@ -18,10 +18,9 @@ from torch import Tensor
 from trinity_dask.config.schema import OptimizerConfig
 from trinity_dask.models.lora import adapter_parameters, has_adapter
 from trinity_dask.trainer.model.logprobs import LOGITS_BYTES, Scorer
-from trinity_dask.trainer.model.optimizer import build_optimizer, build_schedule, set_learning_rate
+from trinity_dask.trainer.model.optimizer import build_optimizer, build_schedule
 from trinity_dask.trainer.ranks.gradients import GradientGroup
-from trinity_dask.trainer.ranks.offload import optimizer_to_device, to_device
-from trinity_dask.trainer.ranks.parallel import is_sharded, like, whole
+from trinity_dask.trainer.ranks.parallel import is_sharded, like, to_device, whole
 
 
 class TrainableModel:
@@ -55,7 +54,9 @@ class TrainableModel:
         self.grad_clip = grad_clip
         self.autocast = autocast
         self.logits_bytes = logits_bytes
-        self.sharded = is_sharded(module)
+        # its forward passes need all ranks, since weights are shards: ranks must then run the
+        # same number of passes, with blank ones where rows are few
+        self.lockstep = is_sharded(module)
         self.named: dict[str, Any] = (
             adapter_parameters(module) if has_adapter(module) else dict(module.named_parameters())
         )
@@ -68,20 +69,11 @@ class TrainableModel:
         if offload:
             self._leave()
 
-    @property
-    def lockstep(self) -> bool:
-        """Whether every forward pass needs all ranks: their weights are shards.
-
-        Ranks must then run the same number of passes, with blank ones where rows are few.
-        """
-        return self.sharded
-
     @contextmanager
     def on_device(self) -> Iterator[None]:
         """Within it the model can score and be trained; it may be nested."""
         if self._offload and self._resident == 0:
-            to_device(self.module, self.device)
-            optimizer_to_device(self.optimizer, self.device)
+            self._move(self.device)
         self._resident += 1
         try:
             yield
@@ -91,8 +83,16 @@ class TrainableModel:
     def _leave(self) -> None:
         self._resident -= 1
         if self._offload and self._resident == 0:
-            to_device(self.module, torch.device("cpu"))
-            optimizer_to_device(self.optimizer, torch.device("cpu"))
+            self._move(torch.device("cpu"))
+
+    def _move(self, device: torch.device) -> None:
+        """Weights and the optimizer's moments; step counters stay where the optimizer keeps
+        them."""
+        to_device(self.module, device)
+        for state in self.optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    state[key] = value.to(device)
 
     def scorer(self, temperature: float = 1.0) -> Scorer:
         """Log-probs of responses under the current weights, at the sampler's temperature."""
@@ -102,7 +102,8 @@ class TrainableModel:
     def set_step(self, step: int) -> float:
         """Take the learning rate of train step ``step`` (1 is the first), and return it."""
         lr = self.base_lr * self.schedule.factor(step)
-        set_learning_rate(self.optimizer, lr)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
         return lr
 
     def begin_update(self) -> None:
@@ -118,22 +119,18 @@ class TrainableModel:
         Raises:
             FloatingPointError: it is not finite; no weight was changed.
         """
-        if not self.sharded:  # shards are summed in the backward pass
+        if not self.lockstep:  # shards are summed in the backward pass
             self.group.sum_gradients(self.named.values())
-        norm = self._clip(step)
-        self.optimizer.step()
-        return norm
-
-    def _clip(self, step: int) -> float:
         parameters = [p for p in self.named.values() if p.grad is not None]
-        total = torch.nn.utils.clip_grad_norm_(parameters, self.grad_clip or math.inf)
-        norm = float(whole(total))
+        limit = self.grad_clip if self.grad_clip > 0 else math.inf
+        norm = float(whole(torch.nn.utils.clip_grad_norm_(parameters, limit)))
         if not math.isfinite(norm):
             raise FloatingPointError(
                 f"the gradient norm of train step {step} is {norm}; the weights are still those "
                 "before this update. Lower algorithm.optimizer.lr, or look for broken rewards "
                 "and log-probs in the batch"
             )
+        self.optimizer.step()
         return norm
 
     # state ------------------------------------------------------------------------------

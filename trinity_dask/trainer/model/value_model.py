@@ -18,11 +18,25 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from trinity_dask.algorithm.table import AlgorithmSpec
+from trinity_dask.config.schema import Config
 from trinity_dask.trainer.model.logprobs import positions
 from trinity_dask.trainer.model.policy_model import LOADING, without_dropout
 from trinity_dask.trainer.step.batching import MicroBatch
 
 HEAD_NAMES = ("score", "classifier")  # what transformers calls the head
+
+
+def load_critic(cfg: Config, spec: AlgorithmSpec, path: str, device: str) -> Optional[Any]:
+    """The value model, from ``critic.model_path`` or else the stage's start model."""
+    if not spec.uses_critic:
+        return None
+    return load_value_model(
+        cfg.critic.model_path or path,
+        device=device,
+        trust_remote_code=cfg.model.trust_remote_code,
+        gradient_checkpointing=cfg.trainer.gradient_checkpointing,
+    )
 
 
 def load_value_model(

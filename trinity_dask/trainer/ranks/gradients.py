@@ -6,12 +6,14 @@ global mini-batch, so nothing is averaged and unequal shards weigh what they sho
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from typing import Any, Optional
+from typing import Any, Optional, TypeVar
 
 import torch
 from torch import Tensor
+
+Number = TypeVar("Number", float, Tensor)
 
 BUCKET_ELEMENTS = 16 << 20  # 64 MiB of float32 at a time bounds the copy
 
@@ -45,32 +47,24 @@ class GradientGroup:
             self._backend.allreduce([tensor], options).wait()
         return tensor
 
-    def sum_values(self, values: dict[str, float]) -> dict[str, float]:
+    def sum_values(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Sum numbers by name; the names must be the same on all ranks."""
         if self._backend is None or not values:
-            return values
+            return {name: float(value) for name, value in values.items()}
         names = sorted(values)
-        total = self.sum_(
-            torch.tensor([values[n] for n in names], dtype=torch.float64, device=self.device)
-        )
-        return dict(zip(names, total.tolist(), strict=True))
+        own = torch.tensor([float(values[n]) for n in names], dtype=torch.float64)
+        return dict(zip(names, self.sum_(own.to(self.device)).tolist(), strict=True))
 
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Sum every ``.grad``, packed; a parameter without one counts as zeros."""
         if self._backend is None:
             return
         for bucket in _buckets(parameters):
-            flat = torch.cat([_gradient(p).reshape(-1) for p in bucket])
-            self.sum_(flat)
-            start = 0
-            for parameter in bucket:
-                part = flat[start : start + parameter.numel()]
+            gradients = (torch.zeros_like(p) if p.grad is None else p.grad for p in bucket)
+            flat = self.sum_(torch.cat([gradient.reshape(-1) for gradient in gradients]))
+            parts = flat.split([parameter.numel() for parameter in bucket])
+            for parameter, part in zip(bucket, parts, strict=True):
                 parameter.grad = part.view_as(parameter)
-                start += parameter.numel()
-
-
-def _gradient(parameter: torch.nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def _buckets(parameters: Iterable[torch.nn.Parameter]) -> Iterable[list[torch.nn.Parameter]]:
@@ -86,3 +80,9 @@ def _buckets(parameters: Iterable[torch.nn.Parameter]) -> Iterable[list[torch.nn
         size += parameter.numel()
     if bucket:
         yield bucket
+
+
+def add_into(totals: dict[str, Number], values: Mapping[str, Number]) -> None:
+    """Add ``values`` to ``totals`` by name."""
+    for name, value in values.items():
+        totals[name] = totals[name] + value if name in totals else value

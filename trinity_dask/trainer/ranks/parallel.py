@@ -1,8 +1,10 @@
-"""FSDP2: every rank keeps a shard of every tensor.
+"""Where a rank's models lie: in shards over the ranks (FSDP2), or in CPU memory between uses.
 
-Invariant: gradients are summed over the ranks, never averaged (a loss is already divided by
-counts of the global mini-batch); the default process group belongs to one generation of the
-ranks and ends before the next one begins.
+Invariant: what a model's own keys leave open is as ``trainer.parallel`` and
+``trainer.offload`` say. A parameter keeps its identity wherever its storage goes (the
+optimizer and tied names refer to the same object). Gradients are summed over the ranks, never
+averaged (a loss is already divided by counts of the global mini-batch); the default process
+group belongs to one generation of the ranks and ends before the next one begins.
 """
 
 from __future__ import annotations
@@ -20,7 +22,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from trinity_dask.config.schema import Config
 from trinity_dask.weights.broadcast import WeightGroup
+
+POLICY, CRITIC, FROZEN = "policy", "critic", "frozen"
+ROLES = (POLICY, CRITIC, FROZEN)  # frozen: reference and teacher
+
+
+def strategy_of(cfg: Config, role: str) -> str:
+    """``ddp`` or ``fsdp2``."""
+    own = {CRITIC: cfg.critic.strategy, FROZEN: cfg.trainer.frozen_strategy}.get(role)
+    return cfg.trainer.parallel.strategy if own is None else own
+
+
+def offload_of(cfg: Config, role: str) -> bool:
+    own = {CRITIC: cfg.critic.offload, FROZEN: cfg.trainer.frozen_offload}.get(role)
+    return cfg.trainer.offload if own is None else own
 
 
 def open_mesh(
@@ -58,27 +75,21 @@ def close_mesh() -> None:
 @contextmanager
 def _gloo_interface(host: str) -> Iterator[None]:
     """Gloo would resolve the host name, which may not be what the peers can reach."""
-    name = None if "GLOO_SOCKET_IFNAME" in os.environ else _interface(host)
-    if name is None:
+    if "GLOO_SOCKET_IFNAME" in os.environ:
         yield
         return
-    os.environ["GLOO_SOCKET_IFNAME"] = name
-    try:
-        yield
-    finally:
-        del os.environ["GLOO_SOCKET_IFNAME"]
-
-
-def _interface(host: str) -> Optional[str]:
-    """Name of the network interface on the route to ``host``."""
     family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # a datagram socket only picks a route; nothing is sent
         own = probe.getsockname()[0]
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.address == own for entry in addresses):
-            return name
-    return None
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+            break
+    try:
+        yield
+    finally:
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
 
 
 def shard(
@@ -95,18 +106,14 @@ def shard(
 
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
-    for layer in _layers(module):
+    names = set(getattr(module, "_no_split_modules", None) or ())
+    for layer in [part for part in module.modules() if type(part).__name__ in names]:
         fully_shard(layer, reshard_after_forward=reshard, **options)
     fully_shard(module, reshard_after_forward=False, **options)
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.set_force_sum_reduction_for_comms(True)
             part.set_gradient_divide_factor(1.0)
-
-
-def _layers(module: Any) -> list[Any]:
-    names = set(getattr(module, "_no_split_modules", None) or ())
-    return [part for part in module.modules() if type(part).__name__ in names]
 
 
 def is_sharded(module: Any) -> bool:
@@ -124,3 +131,10 @@ def like(value: Tensor, parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor) or value.shape != parameter.shape:
         return value
     return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def to_device(module: Any, device: torch.device) -> None:
+    """Move parameters, buffers and shards; gradients are dropped."""
+    for parameter in module.parameters():
+        parameter.grad = None
+    module.to(device)

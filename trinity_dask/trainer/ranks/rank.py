@@ -37,23 +37,29 @@ from trinity_dask.models.protocol import (
     WeightUpdate,
 )
 from trinity_dask.trainer.checkpoints.checkpoint import read_state, write_checkpoint
-from trinity_dask.trainer.checkpoints.export import read_engine, write_engine
-from trinity_dask.trainer.checkpoints.hf_export import export_policy
+from trinity_dask.trainer.checkpoints.export import export_policy, read_engine, write_engine
+from trinity_dask.trainer.model.frozen import load_reference, load_teacher
 from trinity_dask.trainer.model.policy_model import autocast_dtype, load_policy, torch_dtype
-from trinity_dask.trainer.model.roles import load_critic, load_reference, load_teacher
+from trinity_dask.trainer.model.value_model import load_critic
 from trinity_dask.trainer.ranks.gradients import GradientGroup
-from trinity_dask.trainer.ranks.layout import CRITIC, FROZEN, POLICY, any_sharded, shard_all
-from trinity_dask.trainer.ranks.parallel import close_mesh, open_mesh, shard
-from trinity_dask.trainer.step.engine import TrainEngine
-from trinity_dask.trainer.step.row_metrics import describe_rows, max_memory_gb
-from trinity_dask.trainer.step.rows import (
-    RowSource,
-    TrainInput,
-    available_fields,
-    row_lengths,
-    stale_metrics,
+from trinity_dask.trainer.ranks.parallel import (
+    CRITIC,
+    FROZEN,
+    POLICY,
+    ROLES,
+    close_mesh,
+    open_mesh,
+    shard,
+    strategy_of,
 )
-from trinity_dask.trainer.step.settings import EngineSettings
+from trinity_dask.trainer.sources import RowReader, TrainInput, stale_metrics
+from trinity_dask.trainer.step.engine import StepEngine
+from trinity_dask.trainer.step.row_metrics import (
+    available_fields,
+    describe_rows,
+    max_memory_gb,
+    row_lengths,
+)
 from trinity_dask.trainer.step.utilisation import Meter, model_flops, peak_tflops
 from trinity_dask.weights.broadcast import WeightGroup, lay_out, make_group, send, tensor_meta
 from trinity_dask.weights.checksum import Digest
@@ -114,7 +120,7 @@ def on_all_ranks(work: Callable[..., T]) -> Callable[..., Coroutine[Any, Any, T]
 class _Loaded:
     """What exists between ``prepare`` and ``close``."""
 
-    engine: TrainEngine
+    engine: StepEngine
     model_path: str
     pad_token_id: int
     meter: Meter
@@ -134,12 +140,12 @@ class TrainerRank:
         self.world_size = world_size
         self.device = "cuda" if cfg.cluster.trainer.gpus_per_worker else "cpu"
         # whether the ranks hold shards, so that all of them take part in everything
-        self.sharded = any_sharded(cfg) and world_size > 1
+        self.sharded = world_size > 1 and any(strategy_of(cfg, r) == "fsdp2" for r in ROLES)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix=f"trainer-{rank}")
         self.turn = asyncio.Lock()  # of rank 0's operations
         self.peers: tuple[ActorHandle, ...] = ()
         self._steps: dict[Any, asyncio.Future[Any]] = {}  # what a peer followed
-        self._source = RowSource()
+        self._source = RowReader()
         self._loaded: Optional[_Loaded] = None
         self._shared = SharedFiles()  # what it has written for method memory
 
@@ -212,9 +218,8 @@ class TrainerRank:
         load_plugins(self.cfg.plugin_dirs)  # they may register a function of the algorithm
         spec = resolve_algorithm(asdict(self.cfg.algorithm))
         group = self._join(master, generation)
-        mesh = None if group is None else self._mesh(group, master)
-        engine = self._build(spec, model_path, group, mesh)
-        model = engine.model
+        engine = self._build(spec, model_path, group, master)
+        model = engine.policy.module
         if checkpoint is not None:
             read_engine(engine.trainables, checkpoint)
             engine.load_state_dict(read_state(checkpoint).get("algorithm", {}))
@@ -232,37 +237,6 @@ class TrainerRank:
             "seconds": time.perf_counter() - start,
         }
 
-    def _build(
-        self, spec: AlgorithmSpec, model_path: str, group: Optional[WeightGroup], mesh: Any
-    ) -> TrainEngine:
-        cfg, autocast = self.cfg, autocast_dtype(self.cfg.model.dtype)
-        model = load_policy(
-            model_path,
-            device=self.device,
-            trust_remote_code=cfg.model.trust_remote_code,
-            gradient_checkpointing=cfg.trainer.gradient_checkpointing,
-            lora=cfg.model.lora,
-            fused_kernels=cfg.trainer.fused_kernels != "off",
-        )
-        teacher = load_teacher(cfg, spec, model, self.device)
-        reference = load_reference(cfg, spec, model_path, self.device, model)
-        critic = load_critic(cfg, spec, model_path, self.device)
-        if mesh is not None:
-            frozen = [m.module for m in (teacher, reference) if m is not None]
-            reshard = cfg.trainer.parallel.reshard_after_forward
-            models = {POLICY: [model], CRITIC: [critic], FROZEN: frozen}
-            shard_all(cfg, models, lambda module: shard(module, mesh, autocast, reshard))
-        sums = GradientGroup(group and group.backend, self.device, cfg.trainer.step_timeout_s)
-        settings = EngineSettings.from_config(cfg, autocast)
-        return TrainEngine(model, spec, settings, sums, reference, teacher, critic)
-
-    def _mesh(self, group: WeightGroup, master: str) -> Any:
-        if not self.sharded:
-            return None
-        host = master.rpartition(":")[0]
-        timeout_s = self.cfg.trainer.step_timeout_s
-        return open_mesh(group, self.rank, self.world_size, self.device, host, timeout_s)
-
     def _join(self, master: str, generation: int) -> Optional[WeightGroup]:
         if self.world_size == 1:
             return None
@@ -278,6 +252,38 @@ class TrainerRank:
         )
         return make_group(spec, self.rank, is_master=self.rank == 0, device=self.device)
 
+    def _build(
+        self, spec: AlgorithmSpec, model_path: str, group: Optional[WeightGroup], master: str
+    ) -> StepEngine:
+        cfg, timeout_s = self.cfg, self.cfg.trainer.step_timeout_s
+        mesh = None
+        if group is not None and self.sharded:
+            host = master.rpartition(":")[0]
+            mesh = open_mesh(group, self.rank, self.world_size, self.device, host, timeout_s)
+        model = load_policy(
+            model_path,
+            device=self.device,
+            trust_remote_code=cfg.model.trust_remote_code,
+            gradient_checkpointing=cfg.trainer.gradient_checkpointing,
+            lora=cfg.model.lora,
+            fused_kernels=cfg.trainer.fused_kernels != "off",
+        )
+        teacher = load_teacher(cfg, spec, model, self.device)
+        reference = load_reference(cfg, spec, model_path, self.device, model)
+        critic = load_critic(cfg, spec, model_path, self.device)
+        frozen = [(FROZEN, each.module) for each in (teacher, reference) if each is not None]
+        seen: set[int] = set()
+        # the policy first: the reference under an adapter is the policy itself
+        for role, module in [(POLICY, model), (CRITIC, critic), *frozen]:
+            if mesh is None or module is None or id(module) in seen:
+                continue
+            seen.add(id(module))
+            if strategy_of(cfg, role) == "fsdp2":
+                reshard = cfg.trainer.parallel.reshard_after_forward
+                shard(module, mesh, autocast_dtype(cfg.model.dtype), reshard)
+        sums = GradientGroup(group and group.backend, self.device, timeout_s)
+        return StepEngine(cfg, spec, model, sums, reference, teacher, critic)
+
     async def close(self) -> None:
         """Drop model and groups. What still runs in the thread is not waited for."""
         self._loaded = None
@@ -288,7 +294,7 @@ class TrainerRank:
     # training ---------------------------------------------------------------------------
     @on_all_ranks
     def train_step(self, train_input: TrainInput, step: int) -> dict[str, float]:
-        """Train on this rank's share of the rows; metrics as in :class:`TrainEngine`.
+        """Train on this rank's share of the rows; metrics as in :class:`StepEngine`.
 
         Rank 0 adds ``sample/*`` of all rows. ``time/*`` in seconds, ``tokens`` of this rank.
         """
@@ -302,7 +308,7 @@ class TrainerRank:
         # peers waiting for it in a sum
         engine.check(available_fields(table))
         groups = group_codes(table)
-        plan = engine.plan(row_lengths(table), step, self.rank, self.world_size, groups)
+        plan = engine.planner.plan(row_lengths(table), step, self.rank, self.world_size, groups)
         mine = table if len(plan.rows) == table.num_rows else table.take(pa.array(plan.rows))
         batch = collate(mine, self._now.pad_token_id, table)
         whole = batch
@@ -348,7 +354,7 @@ class TrainerRank:
 
     async def vocab_size(self) -> int:
         """Token ids below it are valid."""
-        return int(self._now.engine.model.config.vocab_size)
+        return int(self._now.engine.policy.module.config.vocab_size)
 
     async def open_weight_group(self, spec: WeightGroupSpec) -> Optional[float]:
         """Join generation ``spec.generation`` as rank 0; serves its store. Returns the bytes per

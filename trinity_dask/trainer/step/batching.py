@@ -2,18 +2,29 @@
 
 Invariant: the mini-batches of a step depend on the rows, the seed and the step, never on
 the number of ranks or the size of a micro-batch; every row is in exactly one mini-batch of
-each epoch and on exactly one rank in it.
+each epoch and on exactly one rank in it. For the same rows every rank makes the same number
+of passes (at least one), so models whose passes are collective never wait for a peer; a pass
+that only keeps step is blank: it has no valid token and adds nothing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Optional
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from trinity_dask.trainer.step.shared_prompts import SharedPrompts
+from trinity_dask.algorithm.aggregate import Denominator
+from trinity_dask.trainer.ranks.gradients import GradientGroup
+from trinity_dask.trainer.step.shared_prompts import (
+    Numbers,
+    SharedPrompts,
+    distinct,
+    shared_prompts,
+)
 
 Batch = dict[str, Any]  # tensors by name, and the int prompt_width
 # what a loss reads, [B, R] each
@@ -63,97 +74,85 @@ def n_mini_batches(n_rows: int, wanted: int, min_rows: int) -> int:
     return max(min(wanted, n_rows // max(min_rows, 1)), 1)
 
 
-def plan_updates(
-    lengths: np.ndarray,
-    *,
-    seed: int,
-    step: int,
-    epochs: int = 1,
-    mini_batches: int = 1,
-    min_mini_batch_rows: int = 1,
-    rank: int = 0,
-    world_size: int = 1,
-    unit: int = 1,
-    critic: Optional[Cut] = None,
-    groups: Optional[np.ndarray] = None,
-) -> UpdatePlan:
-    """Cut a step of ``len(lengths)`` rows into updates and take this rank's share.
+@dataclass(frozen=True)
+class Planner:
+    """How the rows of every step are cut into updates and dealt to the ranks.
 
     Units of ``unit`` neighbouring rows (a preference pair) stay together and in order. They
     are shuffled by (seed, step) in every epoch; inside a mini-batch they are dealt to the
-    ranks longest first, back and forth, so that the ranks have equal work. With ``groups``
-    (int64 ``[B]``, equal for rows that share a prompt) a rank gets whole groups as far as
-    equal work allows. ``critic`` cuts the same rows once more, for the critic's updates.
-
-    Raises:
-        ValueError: the rows are not whole units.
+    ranks longest first, back and forth, so that the ranks have equal work. With ``by_groups``
+    a rank gets whole groups of rows that share a prompt as far as equal work allows.
+    ``critic`` cuts the same rows once more, for the critic's updates.
     """
-    if len(lengths) % unit:
-        raise ValueError(
-            f"{len(lengths)} rows are no whole units of {unit} rows that belong together"
+
+    policy: Cut = Cut()
+    critic: Optional[Cut] = None
+    seed: int = 42
+    unit: int = 1
+    by_groups: bool = False
+
+    def plan(
+        self,
+        lengths: np.ndarray,
+        step: int,
+        rank: int = 0,
+        world_size: int = 1,
+        groups: Optional[np.ndarray] = None,
+    ) -> UpdatePlan:
+        """A rank's share of a step whose rows have ``lengths`` tokens and come from the tasks
+        ``groups`` (int64 ``[B]`` each).
+
+        Raises:
+            ValueError: the rows are not whole units.
+        """
+        if len(lengths) % self.unit:
+            raise ValueError(
+                f"{len(lengths)} rows are no whole units of {self.unit} rows that belong together"
+            )
+        tokens = lengths.reshape(-1, self.unit).sum(axis=1)
+        of_units = groups[:: self.unit] if self.by_groups and groups is not None else None
+
+        def shares(cut: Cut) -> list[np.ndarray]:
+            """The global rows of this rank in every update."""
+            generator = np.random.default_rng((self.seed, step))
+            least = -(-cut.min_mini_batch_rows // self.unit)
+            parts = n_mini_batches(len(tokens), cut.mini_batches, least)
+            found = []
+            for _ in range(cut.epochs):
+                for chunk in np.array_split(generator.permutation(len(tokens)), parts):
+                    mine = _share(chunk, tokens, of_units, rank, world_size)
+                    found.append((mine[:, None] * self.unit + np.arange(self.unit)).reshape(-1))
+            return found
+
+        actor = shares(self.policy)
+        critic = [] if self.critic is None else shares(self.critic)
+        # the first epoch deals every row to exactly one rank
+        owned = np.sort(np.concatenate(actor[: len(actor) // self.policy.epochs]))
+        rows = np.unique(np.concatenate([*actor, *critic])).astype(np.int64)
+        updates, of_critic = (
+            tuple(np.searchsorted(rows, part) for part in parts) for parts in (actor, critic)
         )
-
-    def shares(cut: Cut) -> list[np.ndarray]:
-        deal = _Deal(lengths, groups, rank, world_size, unit)
-        return _shares(deal, cut, np.random.default_rng((seed, step)))
-
-    actor = shares(Cut(epochs, mini_batches, min_mini_batch_rows))
-    of_critic = [] if critic is None else shares(critic)
-    # the first epoch deals every row to exactly one rank
-    owned = np.sort(np.concatenate(actor[: len(actor) // epochs]))
-    rows = np.unique(np.concatenate([*actor, *of_critic])).astype(np.int64)
-
-    def local(parts: list[np.ndarray]) -> tuple[np.ndarray, ...]:
-        return tuple(np.searchsorted(rows, part) for part in parts)
-
-    return UpdatePlan(
-        rows, local(actor), np.searchsorted(rows, owned), len(lengths), local(of_critic)
-    )
+        return UpdatePlan(rows, updates, np.searchsorted(rows, owned), len(lengths), of_critic)
 
 
-@dataclass(frozen=True)
-class _Deal:
-    """Which units of a mini-batch one rank gets."""
-
-    lengths: np.ndarray
-    groups: Optional[np.ndarray]
-    rank: int
-    world_size: int
-    unit: int
-
-    def of_units(self) -> np.ndarray:
-        """Tokens of each unit."""
-        return self.lengths.reshape(-1, self.unit).sum(axis=1)
-
-    def share(self, chunk: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        if self.world_size == 1:
-            return chunk
-        if self.groups is None:
-            return self._back_and_forth(chunk, tokens)
-        order = chunk[np.argsort(self.groups[:: self.unit][chunk], kind="stable")]
-        middle = np.cumsum(tokens[order]) - tokens[order] / 2
-        part = (middle * self.world_size / max(int(tokens[order].sum()), 1)).astype(np.int64)
-        return order[part == self.rank]
-
-    def _back_and_forth(self, chunk: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+def _share(
+    chunk: np.ndarray,
+    tokens: np.ndarray,
+    groups: Optional[np.ndarray],
+    rank: int,
+    world_size: int,
+) -> np.ndarray:
+    """The units of mini-batch ``chunk`` that one rank gets; ``tokens`` and ``groups`` of all."""
+    if world_size == 1:
+        return chunk
+    if groups is None:
         order = chunk[np.argsort(-tokens[chunk], kind="stable")]
-        turn = np.arange(len(order)) % (2 * self.world_size)
-        return order[np.minimum(turn, 2 * self.world_size - 1 - turn) == self.rank]
-
-
-def _shares(deal: _Deal, cut: Cut, generator: np.random.Generator) -> list[np.ndarray]:
-    """The global rows of one rank in every update."""
-    tokens, unit = deal.of_units(), deal.unit
-    parts = n_mini_batches(len(tokens), cut.mini_batches, -(-cut.min_mini_batch_rows // unit))
-    return [
-        _rows_of(deal.share(chunk, tokens), unit)
-        for _ in range(cut.epochs)
-        for chunk in np.array_split(generator.permutation(len(tokens)), parts)
-    ]
-
-
-def _rows_of(units: np.ndarray, unit: int) -> np.ndarray:
-    return (units[:, None] * unit + np.arange(unit)).reshape(-1)
+        turn = np.arange(len(order)) % (2 * world_size)
+        return order[np.minimum(turn, 2 * world_size - 1 - turn) == rank]
+    order = chunk[np.argsort(groups[chunk], kind="stable")]
+    middle = np.cumsum(tokens[order]) - tokens[order] / 2
+    part = (middle * world_size / max(int(tokens[order].sum()), 1)).astype(np.int64)
+    return order[part == rank]
 
 
 @dataclass(frozen=True)
@@ -177,12 +176,15 @@ def micro_batches(
     ``rows`` come in units of ``unit`` that stay together and in order. A unit beyond the
     limit gets a forward pass of its own.
     """
-    if unit > 1:
-        return _micro_batches_of_units(rows.reshape(-1, unit), widths, max_tokens)
+    if unit > 1:  # a unit is as wide as its widest row
+        units = rows.reshape(-1, unit)
+        widest = Widths(widths.prompt[units].max(axis=1), widths.response[units].max(axis=1))
+        groups = micro_batches(np.arange(len(units)), widest, max_tokens // unit)
+        return [units[group].reshape(-1) for group in groups]
     prompt, response = widths.prompt[rows], widths.response[rows]
     # equal prompts together: a group without left padding needs no attention mask
     order = np.lexsort((response, prompt))
-    groups: list[np.ndarray] = []
+    groups = []
     start = width_prompt = width_response = 0
     for end, k in enumerate(order):
         widest_prompt = max(width_prompt, int(prompt[k]))
@@ -196,14 +198,6 @@ def micro_batches(
     return groups
 
 
-def _micro_batches_of_units(units: np.ndarray, widths: Widths, max_tokens: int) -> list[np.ndarray]:
-    """Like :func:`micro_batches`; a unit is as wide as its widest row. units ``[n, unit]``."""
-    size = units.shape[1]
-    widest = Widths(widths.prompt[units].max(axis=1), widths.response[units].max(axis=1))
-    groups = micro_batches(np.arange(len(units)), widest, max_tokens // size)
-    return [units[group].reshape(-1) for group in groups]
-
-
 @dataclass(frozen=True)
 class MicroBatch:
     """The rows of one forward pass, cut to their own widths.
@@ -213,9 +207,9 @@ class MicroBatch:
     equal prompts may be computed together, ``distinct`` where many rows are equal.
     """
 
-    rows: torch.Tensor
-    input_ids: torch.Tensor
-    attention_mask: torch.Tensor
+    rows: Tensor
+    input_ids: Tensor
+    attention_mask: Tensor
     fields: Batch
     prompt_width: int
     response_width: int
@@ -229,11 +223,16 @@ class Distinct:
     """The different rows of a pass, and which of them each row is: int64 ``[b]``."""
 
     micro: MicroBatch
-    of_row: torch.Tensor
+    of_row: Tensor
 
 
-def take(batch: Batch, rows: np.ndarray, widths: Widths) -> MicroBatch:
-    """Cut ``rows`` out of a collated batch and drop the columns that only they do not use."""
+def take(
+    batch: Batch, rows: np.ndarray, widths: Widths, numbers: Optional[Numbers] = None
+) -> MicroBatch:
+    """Cut ``rows`` out of a collated batch and drop the columns that only they do not use.
+
+    ``numbers``: which prompts are equal, so that their rows may be computed together.
+    """
     index = torch.from_numpy(rows)
     whole = int(batch["prompt_width"])
     prompt, response = int(widths.prompt[rows].max()), int(widths.response[rows].max())
@@ -247,6 +246,7 @@ def take(batch: Batch, rows: np.ndarray, widths: Widths) -> MicroBatch:
         prompt_width=prompt,
         response_width=response,
         padded_left=bool((widths.prompt[rows] != prompt).any()),
+        shared=None if numbers is None else shared_prompts(numbers.prompts[rows], prompt, response),
     )
 
 
@@ -270,17 +270,6 @@ def blank_batch(batch: Batch, unit: int = 1) -> MicroBatch:
     )
 
 
-def check_pairs(batch: Batch) -> None:
-    """Raise ValueError unless rows 2i and 2i+1 are the two answers to one prompt, chosen first."""
-    group, run = batch["group"], batch["run"]
-    whole = len(group) % 2 == 0
-    if not whole or bool((group[0::2] != group[1::2]).any() or (run[0::2] >= run[1::2]).any()):
-        raise ValueError(
-            f"{len(group)} rows are not preference pairs: each chosen answer (run 0) must be "
-            "followed by the rejected one (run 1) of the same task"
-        )
-
-
 def sequence_batch(sequences: list[list[int]], device: torch.device | str = "cpu") -> MicroBatch:
     """Sequences in which every token after the first is to be scored, padded on the right."""
     width = max(len(ids) for ids in sequences)
@@ -297,3 +286,119 @@ def sequence_batch(sequences: list[list[int]], device: torch.device | str = "cpu
         response_width=width - 1,
         padded_left=False,
     )
+
+
+@dataclass
+class StepRows:
+    """The collated rows of a rank, cut into forward passes of ``max_tokens`` padded tokens.
+
+    ``batch`` gains tensors ``[B, R]`` phase by phase; ``unit`` rows are never separated.
+    ``lockstep``: the models' passes are collective, so the ranks count them together.
+    ``share_prompts``: equal prompts and equal rows of a pass are computed once; not in lockstep.
+
+    Raises:
+        ValueError: with units of two, the rows are not preference pairs.
+    """
+
+    batch: Batch
+    plan: UpdatePlan
+    max_tokens: int
+    unit: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    group: GradientGroup = field(default_factory=GradientGroup)
+    lockstep: bool = False
+    share_prompts: bool = False
+
+    def __post_init__(self) -> None:
+        if self.unit == 2:
+            _check_pairs(self.batch)
+        self.widths = Widths.of(self.batch)
+        self._numbers: Optional[Numbers] = None
+        if self.share_prompts:
+            ids, width = self.batch["input_ids"], int(self.batch["prompt_width"])
+            self._numbers = Numbers.of(ids, self.widths.prompt, self.widths.response, width)
+        self.known: dict[str, Tensor] = {}  # bool [B]: rows that a tensor was filled for
+        self.batch = {
+            name: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
+            for name, value in self.batch.items()
+        }
+
+    @property
+    def every(self) -> np.ndarray:
+        """Indices of all rows of this rank."""
+        return np.arange(len(self.plan.rows))
+
+    @property
+    def mask(self) -> Tensor:
+        return self.batch["action_mask"]
+
+    def counted(
+        self, updates: Sequence[np.ndarray], response_tokens: Optional[int] = None
+    ) -> list[Denominator]:
+        """Counts of every mini-batch over all ranks, by one all-reduce; taken *before* any rule
+        rejects a token, so what is left of a mini-batch weighs what it weighed in the whole.
+
+        ``response_tokens``: the response budget, for the modes that divide by it.
+        """
+        mask = self.mask.cpu()
+        expert = self.batch.get("expert_mask")
+        expert = torch.zeros_like(mask) if expert is None else expert.cpu() & mask
+        counts = torch.zeros(len(updates), 5, dtype=torch.float64)
+        for row, update in zip(counts, updates, strict=True):
+            index = torch.from_numpy(update)
+            of_rows, of_experts = mask[index].sum(dim=1), expert[index].sum(dim=1)
+            for k, of in ((0, of_rows), (2, of_experts)):
+                row[k], row[k + 1] = of.sum(), (of > 0).sum()
+            row[4] = (of_rows > 0).reshape(-1, self.unit).all(dim=1).sum()  # units with rows left
+        counts = self.group.sum_(counts.to(self.group.device))
+        width = None if response_tokens is None else float(response_tokens)
+        return [
+            Denominator(t, r, expert_tokens, expert_rows, pairs if self.unit == 2 else None, width)
+            for t, r, expert_tokens, expert_rows, pairs in counts.tolist()
+        ]
+
+    def passes(self, rows: np.ndarray) -> Iterator[MicroBatch]:
+        """Forward passes over ``rows``, then as many blank ones as the peers need."""
+        parts = micro_batches(rows, self.widths, self.max_tokens, self.unit)
+        wanted = max(len(parts), 1)
+        if self.lockstep:
+            counts = torch.tensor([wanted], device=self.group.device)
+            wanted = int(self.group.max_(counts))
+        for part in parts:
+            alike = None if self._numbers is None else distinct(self._numbers.rows[part])
+            if alike is None:
+                yield take(self.batch, part, self.widths, self._numbers)
+                continue
+            first, of_row = alike
+            few = take(self.batch, part[first], self.widths, self._numbers)
+            whole = take(self.batch, part, self.widths)
+            yield replace(whole, distinct=Distinct(few, torch.from_numpy(of_row)))
+        for _ in range(wanted - len(parts)):
+            yield blank_batch(self.batch, self.unit)
+
+    def put(self, name: str, micro: MicroBatch, values: Tensor) -> None:
+        """Store ``[b, r]`` values of one pass; the tensor is made when it is not there."""
+        if name not in self.known:
+            self.batch[name] = torch.zeros(self.mask.shape, device=self.device)
+            self.known[name] = torch.zeros(len(self.mask), dtype=torch.bool)
+        if len(micro.rows):
+            self.batch[name][micro.rows, : micro.response_width] = values
+            self.known[name][micro.rows] = True
+
+    @torch.no_grad()
+    def score(self, rows: np.ndarray, scorer: Callable[[MicroBatch], dict[str, Tensor]]) -> None:
+        """Fill the tensors that ``scorer`` names for ``rows``, without gradient."""
+        for micro in self.passes(rows):
+            for name, values in scorer(micro).items():
+                self.put(name, micro, values)
+
+
+def _check_pairs(batch: Batch) -> None:
+    """Raise ValueError unless rows 2i and 2i+1 are the two answers to one prompt, chosen first."""
+    group, run = batch["group"], batch["run"]
+    whole = len(group) % 2 == 0
+    if not whole or bool((group[0::2] != group[1::2]).any() or (run[0::2] >= run[1::2]).any()):
+        raise ValueError(
+            f"{len(group)} rows are not preference pairs: each chosen answer (run 0) must be "
+            "followed by the rejected one (run 1) of the same task"
+        )

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 from torch import Tensor
 
-from trinity_dask.algorithm.aggregate import Denominator
 from trinity_dask.algorithm.value_loss import value_loss
 from trinity_dask.config.schema import CriticConfig
 from trinity_dask.trainer.model.trainable import TrainableModel
 from trinity_dask.trainer.model.value_model import ValueScorer
-from trinity_dask.trainer.step.batching import MicroBatch
-from trinity_dask.trainer.step.step_rows import StepRows
-from trinity_dask.trainer.step.updates import add_into, counted, sum_over_ranks
+from trinity_dask.trainer.ranks.gradients import add_into
+from trinity_dask.trainer.step.batching import MicroBatch, StepRows
 
 
 @dataclass(frozen=True)
@@ -39,37 +36,26 @@ class Critic:
         """Regress on ``returns`` of the rows; metrics ``critic/*``, means over the updates."""
         metrics = {"critic/lr": self.model.set_step(step)}
         updates = rows.plan.critic_updates
-        denominators = counted(rows, updates)
         totals: dict[str, float] = {}
         done = 0
-        for update, denominator in zip(updates, denominators, strict=True):
-            if denominator.tokens > 0:
-                add_into(totals, self._update(rows, update, denominator, step))
-                done += 1
+        for update, denominator in zip(updates, rows.counted(updates), strict=True):
+            if denominator.tokens <= 0:
+                continue
+            self.model.begin_update()
+            sums: dict[str, Tensor] = {}
+            for micro in rows.passes(update):
+                fields = micro.fields
+                loss, parts = value_loss(
+                    self.scorer(micro),
+                    fields["values"],
+                    fields["returns"],
+                    fields["action_mask"],
+                    denominator,
+                    self.cfg.value_clip,
+                )
+                loss.backward()
+                add_into(sums, parts)
+            add_into(totals, rows.group.sum_values(sums))
+            add_into(totals, {"grad_norm": self.model.finish_update(step)})
+            done += 1
         return metrics | {f"critic/{name}": value / done for name, value in totals.items()}
-
-    def _update(
-        self, rows: StepRows, update: np.ndarray, denominator: Denominator, step: int
-    ) -> dict[str, float]:
-        self.model.begin_update()
-        sums: dict[str, Tensor] = {}
-        for micro in rows.passes(update):
-            loss, metrics = self._loss(micro, denominator)
-            loss.backward()
-            add_into(sums, metrics)
-        totals = sum_over_ranks(rows.group, sums)
-        totals["grad_norm"] = self.model.finish_update(step)
-        return totals
-
-    def _loss(
-        self, micro: MicroBatch, denominator: Denominator
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        fields = micro.fields
-        return value_loss(
-            self.scorer(micro),
-            fields["values"],
-            fields["returns"],
-            fields["action_mask"],
-            denominator,
-            self.cfg.value_clip,
-        )

@@ -1,56 +1,79 @@
 """One rank's train step: score the rows, estimate advantages, train the critic, the policy.
 
 Invariant: the gradient of a mini-batch is the same for any number of micro-batches and
-ranks, up to the order of floating-point sums; "old" log-probs, reference, teacher and values
-are those of the weights at the start of the step, for every mini-batch and epoch of it.
+ranks, up to the order of floating-point sums: a micro-batch's loss is its addend to the loss
+of its mini-batch, and so is each metric; nothing is normalised that was not counted over the
+global mini-batch. "Old" log-probs, reference, teacher and values are those of the weights at
+the start of the step, for every mini-batch and epoch of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Optional
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trinity_dask.algorithm.aggregate import Denominator
+from trinity_dask.algorithm.aggregate import Denominator, token_share
+from trinity_dask.algorithm.calling import pick
 from trinity_dask.algorithm.entropy import token_necs
 from trinity_dask.algorithm.kl import KLTerm
-from trinity_dask.algorithm.rollout_correction import correction_metrics
+from trinity_dask.algorithm.rollout_correction import correction_metrics, ratio_metrics
 from trinity_dask.algorithm.table import AlgorithmSpec
-from trinity_dask.config.schema import OptimizerConfig
-from trinity_dask.trainer.model.frozen import BaseUnderAdapter, FrozenModel
+from trinity_dask.config.schema import Config, OptimizerConfig
+from trinity_dask.trainer.model.frozen import FrozenModel
+from trinity_dask.trainer.model.policy_model import autocast_dtype
 from trinity_dask.trainer.model.trainable import TrainableModel
-from trinity_dask.trainer.ranks.gradients import GradientGroup
+from trinity_dask.trainer.ranks.gradients import GradientGroup, add_into
+from trinity_dask.trainer.ranks.parallel import CRITIC, POLICY, offload_of
 from trinity_dask.trainer.step.batching import (
     Batch,
     Cut,
     MicroBatch,
+    Planner,
+    StepRows,
     UpdatePlan,
-    check_pairs,
-    plan_updates,
     sequence_batch,
 )
 from trinity_dask.trainer.step.critic import Critic
-from trinity_dask.trainer.step.objective import Objective
-from trinity_dask.trainer.step.scored import drop_unscored
-from trinity_dask.trainer.step.settings import EngineSettings
-from trinity_dask.trainer.step.step_advantages import describe_estimate, estimate
-from trinity_dask.trainer.step.step_rows import StepRows
-from trinity_dask.trainer.step.updates import add_into, counted, ratios, sum_over_ranks, timed
+from trinity_dask.trainer.step.step_advantages import drop_unscored, estimate
 from trinity_dask.trainer.step.variance import ENERGY, probability_energy, step_variance
 
 VOCABULARY = frozenset(("entropys", "necs"))  # what needs all logits of a token
-Frozen = FrozenModel | BaseUnderAdapter
+# name in a loss's signature -> tensor of the micro-batch
+FIELDS = {
+    "advantages": "advantages",
+    "ref_logprob": "ref_logprobs",
+    "rollout_logprob": "rollout_logprobs",
+    "teacher_logprob": "teacher_logprobs",
+    "expert_mask": "expert_mask",
+}
 
 
-class TrainEngine:
+@dataclass(frozen=True)
+class MicroLoss:
+    """Of one micro-batch: the loss, metrics without gradient, and log-probs ``[b, R]``
+    detached: the policy's and those it is compared with (None where nothing is)."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+    logprob: Tensor
+    old: Optional[Tensor]
+
+
+class StepEngine:
     """The models of one rank and what a train step does with them.
 
     Args:
-        model: the policy, a Hugging Face causal language model, float32, on its device.
+        cfg: numbers come from ``trainer``, ``critic``, ``model`` and ``algorithm.optimizer``;
+            ``model.max_response_tokens`` is the length L of Dr.GRPO's divisor.
         spec: the algorithm.
+        model: the policy, a Hugging Face causal language model, float32, on its device.
         group: the ranks that share gradients (None: just this one).
         reference: the frozen reference policy, when the algorithm uses one.
         teacher: the frozen teacher; None when the rows bring its log-probs.
@@ -59,50 +82,55 @@ class TrainEngine:
 
     def __init__(
         self,
-        model: Any,
+        cfg: Config,
         spec: AlgorithmSpec,
-        settings: EngineSettings,
+        model: Any,
         group: Optional[GradientGroup] = None,
-        reference: Optional[Frozen] = None,
-        teacher: Optional[Frozen] = None,
+        reference: Optional[FrozenModel] = None,
+        teacher: Optional[FrozenModel] = None,
         critic: Any = None,
     ) -> None:
-        self.spec = spec
-        self.settings = settings
-        self.policy = self._trainable(
-            model, settings.optimizer, settings.grad_clip, group, settings.offload
-        )
-        self.group = self.policy.group
-        self.device = self.policy.device
-        self.reference = reference
-        self.teacher = teacher
+        self.cfg, self.spec = cfg, spec
+        trainer, self.logits_bytes = cfg.trainer, cfg.trainer.logits_mb << 20
+
+        def trainable(
+            module: Any, optimizer: OptimizerConfig, grad_clip: float, role: str
+        ) -> TrainableModel:
+            return TrainableModel(
+                module,
+                optimizer,
+                total_steps=trainer.total_steps or cfg.buffer.total_steps,
+                group=group,
+                grad_clip=grad_clip,
+                autocast=autocast_dtype(cfg.model.dtype),
+                offload=offload_of(cfg, role),
+                logits_bytes=self.logits_bytes,
+            )
+
+        self.policy = trainable(model, cfg.algorithm.optimizer, trainer.grad_clip, POLICY)
+        self.group, self.device = self.policy.group, self.policy.device
+        self.reference, self.teacher = reference, teacher
         self.critic: Optional[Critic] = None
         if critic is not None:
-            cfg, offload = settings.critic, settings.critic_offload
-            of_critic = self._trainable(critic, cfg.optimizer, cfg.grad_clip, group, offload)
-            self.critic = Critic(of_critic, cfg)
-        # rows that no sampler drew (sft, cpt, dpo) have their likelihood at temperature 1
-        self.temperature = settings.temperature if spec.schema == "experience" else 1.0
-        self.scorer = self.policy.scorer(self.temperature)
-        self.objective = Objective(spec, self.scorer, self._teacher_logits)
-
-    def _trainable(
-        self,
-        module: Any,
-        optimizer: OptimizerConfig,
-        clip: float,
-        group: Optional[GradientGroup],
-        offload: bool,
-    ) -> TrainableModel:
-        s = self.settings
-        return TrainableModel(
-            module, optimizer, s.total_steps, group, clip, s.autocast, offload, s.logits_bytes
+            of_critic = trainable(critic, cfg.critic.optimizer, cfg.critic.grad_clip, CRITIC)
+            self.critic = Critic(of_critic, cfg.critic)
+        models = (*self.trainables.values(), reference, teacher)
+        self.lockstep = any(each is not None and each.lockstep for each in models)
+        # in lockstep all ranks would have to agree on it in every pass
+        self.share_prompts = trainer.share_prompts and not self.lockstep
+        self.planner = Planner(
+            policy=Cut(trainer.ppo_epochs, trainer.mini_batches, trainer.min_mini_batch_rows),
+            critic=None if critic is None else Cut(cfg.critic.epochs, cfg.critic.mini_batches),
+            seed=cfg.seed,
+            unit=spec.rows_per_unit,
+            by_groups=self.share_prompts,
         )
-
-    @property
-    def model(self) -> Any:
-        """The policy's module."""
-        return self.policy.module
+        # what is read from all logits of a token at the start of the step
+        proxies = trainer.variance_proxies and "advantages" in spec.needs
+        self._of_vocabulary = (spec.advantage_needs & VOCABULARY) | ({ENERGY} if proxies else set())
+        # rows that no sampler drew (sft, cpt, dpo) have their likelihood at temperature 1
+        self.temperature = cfg.model.temperature if spec.schema == "experience" else 1.0
+        self.scorer = self.policy.scorer(self.temperature)
 
     @property
     def trainables(self) -> dict[str, TrainableModel]:
@@ -110,58 +138,33 @@ class TrainEngine:
         models = {"actor": self.policy}
         return models if self.critic is None else models | {"critic": self.critic.model}
 
-    @property
-    def _lockstep(self) -> bool:
-        models = (*self.trainables.values(), self.reference, self.teacher)
-        return any(model is not None and model.lockstep for model in models)
-
-    @property
-    def _shares_prompts(self) -> bool:
-        # in lockstep all ranks would have to agree on it in every pass
-        return self.settings.share_prompts and not self._lockstep
-
     def check(self, available: Collection[str]) -> None:
         """Raise ValueError when the rows lack a tensor that the algorithm needs."""
-        self.objective.check(available)
-        if self.teacher is not None:
-            return
-        kind, spec = self.spec.algorithm_type, self.spec
-        if spec.uses_teacher_logits:
+        spec, kind = self.spec, self.spec.algorithm_type
+        needs = spec.needs - ({"advantages"} if spec.advantage_in_trainer else set())
+        if "advantages" in needs and "advantages" not in available:
+            raise ValueError(
+                f"{kind}: a row has no advantages; algorithm.advantage_fn (got "
+                f"{spec.resolved['advantage_fn']!r}) gives them before rows are committed"
+            )
+        compares = spec.bypass_old_logprobs or spec.correction.active
+        compares = compares and spec.uses_old_logprobs
+        if (compares or "rollout_logprob" in needs) and "rollout_logprobs" not in available:
+            raise ValueError(
+                f"{kind}: a row has no log-probs of its sampler, which bypass_old_logprobs and "
+                "rollout_correction need; turn both off to train on such rows"
+            )
+        if self.teacher is None and spec.uses_teacher_logits:
             raise ValueError(
                 f"{kind}: the policy loss compares with a teacher's whole distribution; set "
                 "model.teacher_model_path"
             )
-        if spec.uses_teacher_logprobs and "teacher_logprobs" not in available:
+        brought = "teacher_logprobs" in available
+        if self.teacher is None and spec.uses_teacher_logprobs and not brought:
             raise ValueError(
                 f"{kind}: a row has no teacher_logprobs; set model.teacher_model_path, or let the "
                 "workflow ask a teacher for them"
             )
-
-    def plan(
-        self,
-        lengths: np.ndarray,
-        step: int,
-        rank: int = 0,
-        world_size: int = 1,
-        groups: Optional[np.ndarray] = None,
-    ) -> UpdatePlan:
-        """This rank's share of a step whose rows have ``lengths`` tokens and come from the
-        tasks ``groups`` (int64 ``[B]`` each)."""
-        s = self.settings
-        of_critic = Cut(s.critic.epochs, s.critic.mini_batches)
-        return plan_updates(
-            lengths,
-            seed=s.seed,
-            step=step,
-            epochs=s.ppo_epochs,
-            mini_batches=s.mini_batches,
-            min_mini_batch_rows=s.min_mini_batch_rows,
-            rank=rank,
-            world_size=world_size,
-            unit=self.spec.rows_per_unit,
-            critic=of_critic if self.critic is not None else None,
-            groups=groups if self._shares_prompts else None,
-        )
 
     def train_step(
         self,
@@ -187,45 +190,51 @@ class TrainEngine:
             FloatingPointError: a gradient is not finite; no weight was changed by it.
         """
         self.check(batch)
-        rows = self._rows(batch, plan or self.plan(batch["lengths"].numpy(), step))
+        cfg, spec = self.cfg, self.spec
+        rows = StepRows(
+            batch,
+            plan or self.planner.plan(batch["lengths"].numpy(), step),
+            max_tokens=cfg.trainer.micro_batch_tokens,
+            unit=spec.rows_per_unit,
+            device=self.device,
+            group=self.group,
+            lockstep=self.lockstep,
+            share_prompts=self.share_prompts,
+        )
         whole = batch if whole is None else whole
-        metrics = drop_unscored(self.spec, rows, whole)
-        denominators = counted(rows, rows.plan.updates, self.settings.response_tokens)
+        metrics = drop_unscored(spec, rows, whole)
+        denominators = rows.counted(rows.plan.updates, cfg.model.max_response_tokens)
         with self.policy.on_device():
             self._score(rows, metrics)
-            metrics |= self._advantages(rows, whole)
+            if spec.advantage_in_trainer:
+                metrics |= estimate(spec, whole, rows)
         if self.critic is not None:
             with timed(metrics, "update_critic"), self.critic.model.on_device():
                 metrics |= self.critic.update(rows, step)
-        if step > self._warmup_steps:
+        if self.critic is None or step > cfg.critic.warmup_steps:
             with timed(metrics, "update_actor"), self.policy.on_device():
                 metrics |= self._train_policy(rows, denominators, step)
         if ENERGY in self._of_vocabulary and "actor/grad_norm" in metrics:
-            metrics |= step_variance(self.spec, rows, metrics["actor/grad_norm"])
-        return metrics | self._correction(rows)
-
-    @property
-    def _warmup_steps(self) -> int:
-        return 0 if self.critic is None else self.settings.critic.warmup_steps
-
-    def _rows(self, batch: Batch, plan: UpdatePlan) -> StepRows:
-        if self.spec.rows_per_unit == 2:
-            check_pairs(batch)
-        return StepRows(
-            batch,
-            plan,
-            max_tokens=self.settings.micro_batch_tokens,
-            unit=self.spec.rows_per_unit,
-            device=self.device,
-            group=self.group,
-            lockstep=self._lockstep,
-            share_prompts=self._shares_prompts,
-        )
+            metrics |= step_variance(spec, rows, metrics["actor/grad_norm"])
+        known = rows.known.get("start_logprobs")
+        if known is not None and "rollout_logprobs" in rows.batch and spec.uses_old_logprobs:
+            # how far the sampler was from the policy at the start of the step
+            metrics |= correction_metrics(
+                spec.correction,
+                rows.batch["start_logprobs"],
+                rows.batch["rollout_logprobs"],
+                own_tokens(rows.batch) & known[:, None].to(self.device),
+                rows.batch.get("advantages"),
+            )
+        return metrics
 
     # before the first update ------------------------------------------------------------
     def _score(self, rows: StepRows, metrics: dict[str, float]) -> None:
         """What all models say about the rows, before any weight changes."""
-        self._score_policy(rows, metrics)
+        wanted = self._rows_to_score(rows)
+        if wanted is not None:
+            with timed(metrics, "old_log_prob"):
+                rows.score(wanted, self._start_scores)
         if self.reference is not None:
             with timed(metrics, "ref_log_prob"):
                 self._score_frozen(rows, self.reference, "ref_logprobs")
@@ -237,12 +246,10 @@ class TrainEngine:
             with timed(metrics, "values"), self.critic.model.on_device():
                 rows.score(rows.every, self.critic.score)
 
-    def _score_policy(self, rows: StepRows, metrics: dict[str, float]) -> None:
-        """Old log-probs, where they are not those of the first update's own forward pass."""
-        wanted = self._rows_to_score(rows)
-        if wanted is not None:
-            with timed(metrics, "old_log_prob"):
-                rows.score(wanted, self._start_scores)
+    def _score_frozen(self, rows: StepRows, model: FrozenModel, name: str) -> None:
+        scorer = model.scorer(self.temperature, self.logits_bytes)
+        with model.on_device():
+            rows.score(rows.every, lambda micro: {name: scorer(micro).logprob})
 
     def _rows_to_score(self, rows: StepRows) -> Optional[np.ndarray]:
         """Rows whose log-probs are needed before an update has passed over them.
@@ -256,7 +263,7 @@ class TrainEngine:
             return rows.every
         several = len(rows.plan.updates) > 1
         if not several or not spec.uses_old_logprobs or spec.bypass_old_logprobs:
-            return None
+            return None  # old log-probs are those of the first update's own forward pass
         return np.setdiff1d(rows.every, rows.plan.updates[0])
 
     def _start_scores(self, micro: MicroBatch) -> dict[str, Tensor]:
@@ -272,30 +279,6 @@ class TrainEngine:
             found[ENERGY] = probability_energy(self.scorer.response_logits(micro))
         return found
 
-    @property
-    def _of_vocabulary(self) -> frozenset[str]:
-        """What is read from all logits of a token at the start of the step."""
-        wanted = self.spec.advantage_needs & VOCABULARY
-        proxies = self.settings.variance_proxies and "advantages" in self.spec.needs
-        return wanted | {ENERGY} if proxies else wanted
-
-    def _score_frozen(self, rows: StepRows, model: Frozen, name: str) -> None:
-        scorer = model.scorer(self.temperature, self.settings.logits_bytes)
-        with model.on_device():
-            rows.score(rows.every, lambda micro: {name: scorer(micro).logprob})
-
-    @torch.no_grad()
-    def _teacher_logits(self, micro: MicroBatch) -> Tensor:
-        assert self.teacher is not None  # see check()
-        with self.teacher.on_device():
-            return self.teacher.scorer(self.temperature).response_logits(micro)
-
-    def _advantages(self, rows: StepRows, whole: Batch) -> dict[str, float]:
-        if not self.spec.advantage_in_trainer:
-            return {}
-        batch, metrics = estimate(self.spec, whole, rows, self.group)
-        return metrics | describe_estimate(batch)
-
     # the policy's updates ---------------------------------------------------------------
     def _train_policy(
         self, rows: StepRows, denominators: list[Denominator], step: int
@@ -305,65 +288,92 @@ class TrainEngine:
         log_ratios: list[Tensor] = []
         updates = 0
         for index, denominator in enumerate(denominators):
-            # without a valid token a step would still move the weights by their momentum
-            if denominator.tokens > 0:
-                add_into(totals, self._update(rows, index, denominator, step, log_ratios))
-                updates += 1
+            if denominator.tokens <= 0:
+                continue  # a step without a valid token would move the weights by their momentum
+            self.policy.begin_update()
+            sums: dict[str, Tensor] = {}
+            for micro in rows.passes(rows.plan.updates[index]):
+                part = self.loss(micro, denominator, index == 0, step)
+                part.loss.backward()
+                if index == 0:
+                    rows.put("start_logprobs", micro, part.logprob)
+                if part.old is not None:
+                    log_ratios.append((part.logprob - part.old)[own_tokens(micro.fields)])
+                add_into(sums, part.metrics)
+            add_into(totals, self.group.sum_values(sums))
+            add_into(totals, {"grad_norm": self.policy.finish_update(step)})
+            updates += 1
         metrics = {f"actor/{name}": value / updates for name, value in totals.items()}
-        self._adapt(metrics, denominators)
-        return metrics | {
-            "actor/lr": lr,
-            "actor/updates": float(updates),
-            **ratios(log_ratios),
-        }
-
-    def _update(
-        self,
-        rows: StepRows,
-        index: int,
-        denominator: Denominator,
-        step: int,
-        log_ratios: list[Tensor],
-    ) -> dict[str, float]:
-        """One optimizer update; its metrics, summed over passes and ranks."""
-        self.policy.begin_update()
-        sums: dict[str, Tensor] = {}
-        for micro in rows.passes(rows.plan.updates[index]):
-            outcome = self.objective(micro, denominator, index == 0, step)
-            outcome.loss.backward()
-            if index == 0:
-                rows.put("start_logprobs", micro, outcome.logprob)
-            if outcome.old is not None:
-                log_ratios.append((outcome.logprob - outcome.old)[own_tokens(micro.fields)])
-            add_into(sums, outcome.metrics)
-        totals = sum_over_ranks(self.group, sums)
-        totals["grad_norm"] = self.policy.finish_update(step)
-        return totals
-
-    def _adapt(self, metrics: dict[str, float], denominators: list[Denominator]) -> None:
-        """Move an adaptive KL coefficient by the step's KL, the same on every rank.
-
-        Every epoch passes over the same rows; the step has them once.
-        """
         if "actor/kl_loss" in metrics:
+            # move an adaptive KL coefficient by the step's KL, the same on every rank; every
+            # epoch passes over the same rows, and the step has them once
             metrics["actor/kl_coef"] = self.spec.kl_loss.coef
-            rows = sum(d.rows for d in denominators) / self.settings.ppo_epochs
-            self.spec.kl_loss.update(metrics["actor/kl_loss"], rows)
+            n_rows = sum(d.rows for d in denominators) / self.cfg.trainer.ppo_epochs
+            self.spec.kl_loss.update(metrics["actor/kl_loss"], n_rows)
+        metrics |= {"actor/lr": lr, "actor/updates": float(updates)}
+        # raw ratios of the policy to its "old" log-probs, before any clipping
+        found = torch.cat(log_ratios)[None] if log_ratios else torch.empty(1, 0)
+        mask = torch.ones_like(found, dtype=torch.bool)
+        return metrics | ratio_metrics(found, torch.zeros_like(found), mask, "update")
 
-    # after the last update --------------------------------------------------------------
-    def _correction(self, rows: StepRows) -> dict[str, float]:
-        """How far the sampler was from the policy at the start of the step."""
-        batch = rows.batch
-        known = rows.known.get("start_logprobs")
-        if known is None or "rollout_logprobs" not in batch or not self.spec.uses_old_logprobs:
-            return {}
-        return correction_metrics(
-            self.spec.correction,
-            batch["start_logprobs"],
-            batch["rollout_logprobs"],
-            own_tokens(batch) & known[:, None].to(self.device),
-            batch.get("advantages"),
+    def loss(
+        self, micro: MicroBatch, denominator: Denominator, first: bool, step: int = 1
+    ) -> MicroLoss:
+        """Policy term − entropy bonus + distance from the reference, of one micro-batch.
+
+        A term gets the tensors that it declares, under the names of ``trinity_dask.algorithm``.
+        ``first``: no update has happened since the start of the step, so the policy's own
+        log-probs are those of the start.
+        """
+        spec, fields, bonus = self.spec, micro.fields, self.spec.entropy_loss
+        with_gradient = bonus.active or "entropy" in spec.policy_loss.needs
+        scores = self.scorer(
+            micro,
+            entropy=with_gradient or bonus.measured,
+            entropy_gradient=with_gradient,
+            keep_logits="logits" in spec.policy_loss.needs,
         )
+        logprob, old = scores.logprob.detach(), None
+        if spec.uses_old_logprobs and spec.bypass_old_logprobs:
+            old = fields["rollout_logprobs"]
+        elif spec.uses_old_logprobs:
+            old = logprob if first else fields["start_logprobs"]
+        inputs: dict[str, Any] = {
+            "logprob": scores.logprob,
+            "action_mask": fields["action_mask"],
+            "denominator": denominator,
+            "loss_agg_mode": spec.loss_agg_mode,
+            "step": step,
+        }
+        inputs |= {name: fields[field] for name, field in FIELDS.items() if field in fields}
+        optional = {"old_logprob": old, "entropy": scores.entropy, "logits": scores.logits}
+        inputs |= {name: value for name, value in optional.items() if value is not None}
+        if spec.uses_teacher_logits and self.teacher is not None:
+            with torch.no_grad(), self.teacher.on_device():
+                teacher = self.teacher.scorer(self.temperature)
+                inputs["teacher_logits"] = teacher.response_logits(micro)
+        weights: dict[str, Tensor] = {}
+        if spec.correction.active and old is not None:
+            weights["weights"] = spec.correction.weights(
+                logprob if spec.bypass_old_logprobs else old,
+                fields["rollout_logprobs"],
+                fields["action_mask"],
+                fields.get("advantages"),
+                logprob,
+            )
+        loss, metrics = spec.policy_loss(**inputs, **weights)  # type: ignore[operator]
+        other = torch.zeros((), device=logprob.device)
+        if scores.entropy is not None:
+            entropy = scores.entropy.detach()
+            metrics["entropy"] = token_share(entropy, fields["action_mask"], denominator)
+        for term, sign in ((spec.entropy_loss, -1), (spec.kl_loss, 1)):
+            if term.active:
+                value, extra = term(**pick(term, inputs))
+                other = other + sign * value
+                metrics |= extra
+        loss = loss + other
+        metrics["final_loss"] = loss.detach()
+        return MicroLoss(loss, metrics, logprob, old)
 
     # other uses -------------------------------------------------------------------------
     @torch.no_grad()
@@ -395,3 +405,13 @@ def own_tokens(fields: Batch) -> Tensor:
     """bool ``[B, R]``: tokens that the policy sampled; a demonstration's had no sampler."""
     mask = fields["action_mask"]
     return mask & ~fields["expert_mask"] if "expert_mask" in fields else mask
+
+
+@contextmanager
+def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
+    """Add the seconds inside as ``time/<name>``."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        metrics[f"time/{name}"] = time.perf_counter() - start

@@ -16,9 +16,23 @@ import torch
 
 from trinity_dask.experience.collate import flagged
 from trinity_dask.experience.experience import PROMPT_TRUNCATED, RESPONSE_TRUNCATED
-from trinity_dask.trainer.step.rows import row_lengths
 
 TASK = ["batch", "task"]
+
+
+def row_lengths(table: pa.Table) -> np.ndarray:
+    """Tokens of each row: int64 ``[rows]``."""
+    return pc.list_value_length(table["tokens"]).to_numpy().astype(np.int64)
+
+
+def available_fields(table: pa.Table) -> set[str]:
+    """Names of the optional batch tensors that every row has."""
+    names = {
+        "advantages": "advantages",
+        "rollout_logprobs": "logprobs",
+        "teacher_logprobs": "teacher_logprobs",
+    }
+    return {tensor for tensor, column in names.items() if table[column].null_count == 0}
 
 
 def describe_rows(table: pa.Table) -> dict[str, float]:

@@ -2,13 +2,12 @@
 
 Invariant: every rank computes over the *global* batch and so gets the same numbers; what
 the models say about a row comes from the one rank that owns it. A row without a finite
-reward moves no other row.
+reward moves no other row: its tokens are in no statistic, no loss and no count that a loss
+is divided by, for the policy and the critic alike. Where the advantages do not come from
+rewards, no row is left out.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +15,8 @@ from torch import Tensor
 from trinity_dask.algorithm.table import AlgorithmSpec
 from trinity_dask.trainer.model.value_model import explained_variance
 from trinity_dask.trainer.ranks.gradients import GradientGroup
-from trinity_dask.trainer.step.batching import Batch, UpdatePlan
+from trinity_dask.trainer.step.batching import Batch, StepRows, UpdatePlan
 from trinity_dask.trainer.step.row_metrics import bounds
-from trinity_dask.trainer.step.scored import scored_mask
-from trinity_dask.trainer.step.step_rows import StepRows
 
 # what models say about a token: name in this rank's rows -> name in the global batch
 SCORED = {
@@ -30,16 +27,62 @@ SCORED = {
     "entropys": "entropys",
     "necs": "necs",
 }
-GIVEN = ("rollout_logprobs", "returns")
+GIVEN = ("rollout_logprobs", "returns", "reward_baselines")
+COUNT = "advantage/unscored_rows"
 
 
-def last_valid(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows with a valid token, and the place of its last one; mask bool ``[B, R]``."""
-    places = torch.arange(mask.shape[1], device=mask.device)
-    last = torch.where(mask, places, -1).amax(dim=1)
-    return (last >= 0).nonzero()[:, 0], last
+# rows that can be learned from --------------------------------------------------------
+def scored_mask(spec: AlgorithmSpec, whole: Batch) -> Tensor:
+    """``action_mask`` of the global batch without its unscored rows: bool ``[B, R]``.
+
+    For advantages that are computed in the trainer. A row is scored by its token rewards,
+    finite at every token that the policy chose, or by a finite reward; a demonstration needs
+    none. All rows stay when a teacher scores them, or when no row has a reward: the
+    estimator does not live on rewards then.
+    """
+    mask, expert = whole["action_mask"], _experts(whole)
+    if "teacher_logprobs" in spec.advantage_needs:
+        return mask
+    if "token_level_reward" in whole:
+        finite = (torch.isfinite(whole["token_level_reward"]) | ~mask).all(dim=1)
+    else:
+        finite = torch.isfinite(whole["reward"])
+        if not bool((finite & ~expert).any()):
+            return mask
+    return mask & (finite | expert)[:, None]
 
 
+def drop_unscored(spec: AlgorithmSpec, rows: StepRows, whole: Batch) -> dict[str, float]:
+    """Take the unscored ones of this rank's rows out of its mask, before anything is counted.
+
+    Returns :data:`COUNT` over all ranks; nothing for losses without advantages.
+    """
+    reads = spec.advantage_in_trainer or "advantages" in spec.needs
+    if spec.advantage_fn is None or not reads:
+        return {}
+    if spec.advantage_in_trainer:
+        scored = scored_mask(spec, whole)[torch.from_numpy(rows.plan.rows), : rows.mask.shape[1]]
+        scored = scored.to(rows.device)
+    else:
+        # the pipeline gives advantage 0 to what has no reward; a function of the user's that
+        # goes by something else gives such rows an advantage, and they stay
+        batch = rows.batch
+        said = torch.isfinite(batch["reward"]) | _experts(batch)
+        if "advantages" in batch:
+            said = said | (batch["advantages"] != 0).any(dim=1)
+        scored = rows.mask & said[:, None]
+    dropped = (rows.mask.any(dim=1) & ~scored.any(dim=1)).cpu()
+    rows.batch["action_mask"] = scored
+    owned = torch.from_numpy(rows.plan.owned)  # another rank counts the others
+    return rows.group.sum_values({COUNT: float(dropped[owned].sum())})
+
+
+def _experts(batch: Batch) -> Tensor:
+    expert = batch.get("expert_mask")
+    return torch.zeros_like(batch["reward"], dtype=torch.bool) if expert is None else expert.any(1)
+
+
+# the estimate -------------------------------------------------------------------------
 def token_rewards(batch: Batch) -> Tensor:
     """float32 ``[B, R]``: the token rewards of the rows, or the reward at the last token that
     the policy chose (0 where there is no finite one)."""
@@ -47,7 +90,9 @@ def token_rewards(batch: Batch) -> Tensor:
     if "token_level_reward" in batch:
         return batch["token_level_reward"].float().nan_to_num(0.0, 0.0, 0.0)
     rewards = torch.zeros(mask.shape, device=mask.device)
-    rows, last = last_valid(mask)
+    places = torch.arange(mask.shape[1], device=mask.device)
+    last = torch.where(mask, places, -1).amax(dim=1)
+    rows = (last >= 0).nonzero()[:, 0]
     rewards[rows, last[rows]] = batch["reward"][rows].nan_to_num(0.0, 0.0, 0.0)
     return rewards
 
@@ -64,65 +109,41 @@ def gather_rows(values: Tensor, width: int, plan: UpdatePlan, group: GradientGro
     return group.sum_(out)
 
 
-def global_batch(spec: AlgorithmSpec, whole: Batch, rows: StepRows, group: GradientGroup) -> Batch:
-    """The batch that an estimator reads; ``whole`` is the collation of the step's rows."""
-    width = whole["action_mask"].shape[1]
-    batch: Batch = {
-        "token_level_rewards": token_rewards(whole),
-        "action_mask": scored_mask(spec, whole),
-        "uid": [str(key) for key in whole["group"].tolist()],
-        "run": _list(whole.get("run")),
-    }
-    batch |= {name: whole[name] for name in GIVEN if name in whole}
-    if "reward_baselines" in whole:
-        batch["reward_baselines"] = whole["reward_baselines"]
-    for name, target in SCORED.items():
-        if name in rows.batch:
-            batch[target] = gather_rows(rows.batch[name], width, rows.plan, group).cpu()
-    if spec.bypass_old_logprobs and "rollout_logprobs" in whole:
-        batch["old_logprobs"] = whole["rollout_logprobs"]
-    return batch
-
-
-def _list(value: Any) -> Sequence[int]:
-    return [] if value is None else value.tolist()
-
-
-def estimate(
-    spec: AlgorithmSpec, whole: Batch, rows: StepRows, group: GradientGroup
-) -> tuple[Batch, dict[str, float]]:
+def estimate(spec: AlgorithmSpec, whole: Batch, rows: StepRows) -> dict[str, float]:
     """Penalise, estimate, and give this rank its rows.
 
-    ``rows.batch`` gets ``advantages``, ``returns`` and the mask that the estimator left;
-    returns the global batch and metrics ``advantage/*``.
+    ``whole`` is the collation of the step's rows. ``rows.batch`` gets ``advantages``,
+    ``returns`` and the mask that the estimator left: tokens that it cut out are not trained
+    on, and still counted. Returns metrics ``advantage/*`` and ``critic/*``.
     """
-    batch = global_batch(spec, whole, rows, group)
-    scored = batch["action_mask"]
+    width, scored = whole["action_mask"].shape[1], scored_mask(spec, whole)
+    batch: Batch = {
+        "token_level_rewards": token_rewards(whole),
+        "action_mask": scored,
+        "uid": [str(key) for key in whole["group"].tolist()],
+        "run": whole["run"].tolist() if "run" in whole else [],
+    }
+    batch |= {name: whole[name] for name in GIVEN if name in whole}
+    for name, target in SCORED.items():
+        if name in rows.batch:
+            batch[target] = gather_rows(rows.batch[name], width, rows.plan, rows.group).cpu()
+    if spec.bypass_old_logprobs and "rollout_logprobs" in whole:
+        batch["old_logprobs"] = whole["rollout_logprobs"]
     metrics: dict[str, float] = {}
     if spec.kl_penalty is not None:
-        batch, extra = spec.kl_penalty(batch)
-        metrics |= extra
+        batch, metrics = spec.kl_penalty(batch)
     batch, extra = spec.advantage_fn(batch)  # type: ignore[misc]
-    metrics |= extra
-    _hand_out(batch, scored, rows)
-    return batch, {_named(name): float(value) for name, value in metrics.items()}
-
-
-def _hand_out(batch: Batch, scored: Tensor, rows: StepRows) -> None:
-    """What the estimator made of this rank's rows; ``scored`` is the mask that it was given.
-
-    Tokens that it cut out of the mask are not trained on, and still counted.
-    """
-    mine, width = torch.from_numpy(rows.plan.rows), rows.mask.shape[1]
+    metrics = {
+        name if name.startswith("advantage/") else f"advantage/{name}": float(value)
+        for name, value in (metrics | extra).items()
+    }
+    mine = torch.from_numpy(rows.plan.rows)
     for name in ("advantages", "returns"):
         valid = torch.where(scored, batch[name].float(), 0.0)
-        rows.batch[name] = valid[mine, :width].to(rows.device)
-    cut = (scored & ~batch["action_mask"])[mine, :width]
+        rows.batch[name] = valid[mine, : rows.mask.shape[1]].to(rows.device)
+    cut = (scored & ~batch["action_mask"])[mine, : rows.mask.shape[1]]
     rows.batch["action_mask"] = rows.mask & ~cut.to(rows.device)
-
-
-def _named(name: str) -> str:
-    return name if name.startswith("advantage/") else f"advantage/{name}"
+    return metrics | describe_estimate(batch)
 
 
 def describe_estimate(batch: Batch) -> dict[str, float]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trinity_dask.algorithm.table import AlgorithmSpec
 from trinity_dask.trainer.ranks.gradients import GradientGroup
-from trinity_dask.trainer.step.step_rows import StepRows
+from trinity_dask.trainer.step.batching import StepRows
 
 ENERGY = "sum_pi_squared"
 
