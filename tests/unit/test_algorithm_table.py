@@ -13,7 +13,6 @@ from trinity_dask.algorithm import (
     ALGORITHM,
     POLICY_LOSS_FN,
     SAMPLE_STRATEGY,
-    Registry,
     resolve_algorithm,
 )
 from trinity_dask.algorithm.aggregate import ALL_MODES, Denominator
@@ -27,7 +26,7 @@ from trinity_dask.config import algorithms
 from trinity_dask.config.derive import resolve_config
 from trinity_dask.config.fields import choices_of
 from trinity_dask.config.schema import AlgorithmConfig, Config, RolloutCorrectionConfig
-from trinity_dask.workflows.loading import load_callable
+from trinity_dask.registry import Registry, load_object
 
 ROOT = Path(__file__).parents[2]
 
@@ -394,8 +393,8 @@ def test_a_function_in_a_file_is_loaded_once_by_its_path(tmp_path, monkeypatch):
     assert spec.policy_loss(logprob=one, action_mask=one > 0)[0] == 3.0
     again = POLICY_LOSS_FN.get(f"{tmp_path}/mylib.py:fn")
     assert again is POLICY_LOSS_FN.get(algorithm["policy_loss_fn"])
-    assert load_callable(algorithm["policy_loss_fn"]).__name__ == "fn"
-    for path, message in (("mylib.py:f", "has no attribute 'f'"), ("no.py:f", "No such file")):
+    assert load_object(algorithm["policy_loss_fn"]).__name__ == "fn"
+    for path, message in (("mylib.py:f", "has no attribute 'f'"), ("no.py:f", "there is no file")):
         with pytest.raises(ValueError, match=message):
             POLICY_LOSS_FN.get(f"{tmp_path}/{path}")
 

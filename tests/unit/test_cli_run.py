@@ -101,7 +101,11 @@ def test_fault_40_it_is_refused_in_one_line_with_code_2(capsys, jobs, args, mess
 
 @pytest.mark.parametrize(
     ("loss", "message"),
-    [("dpo", "preference pairs"), ("jsd", "set model.teacher_model_path"), ("no.py:f", "No such")],
+    [
+        ("dpo", "preference pairs"),
+        ("jsd", "set model.teacher_model_path"),
+        ("no.py:f", "there is no file"),
+    ],
 )
 def test_fault_40_a_loss_that_the_run_cannot_feed_is_refused(capsys, jobs, loss, message):
     assert main(["run", *ROWS, f"algorithm.policy_loss_fn={loss}"]) == 2

@@ -210,7 +210,7 @@ def test_a_missing_reward_or_prompt_says_what_to_set():
 def test_an_unknown_workflow_is_not_worth_a_retry():
     outcome, _ = run(Task("simple_workfow"))
     assert not outcome.retryable
-    assert "Nearest: 'simple_workflow'" in outcome.errors[0].message
+    assert "did you mean 'simple_workflow'" in outcome.errors[0].message
 
 
 @pytest.mark.parametrize("returns", [None, [], "text", [1], "cancelled"])

@@ -1,7 +1,8 @@
 """Who may import whom, read from the source of every module.
 
-Invariant: a part imports its own layer or lower ones; ``algorithm`` knows nothing of
-ours; configuration and experiences can be used where neither torch nor dask is loaded.
+Invariant: a part imports its own layer or lower ones; ``algorithm`` knows of
+ours only the registry; configuration and experiences can be used where neither torch nor
+dask is loaded.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LAYERS = (
     {"engines", "workflows", "rewards", "demo"},
     {"models", "buffer", "weights", "monitor"},
     {"cluster", "experience", "algorithm"},
-    {"config", "files", "aio", "lazy"},
+    {"config", "files", "aio", "lazy", "registry"},
 )
 RANK = {part: len(LAYERS) - index for index, layer in enumerate(LAYERS) for part in layer}
 
@@ -102,7 +103,7 @@ def foreign(names: list[str]) -> list[str]:
         name
         for name in names
         if name.split(".")[0] not in ALGORITHM_MAY_IMPORT
-        and not name.startswith(f"{PACKAGE}.algorithm")
+        and not name.startswith((f"{PACKAGE}.algorithm", f"{PACKAGE}.registry."))
     ]
 
 
@@ -130,6 +131,7 @@ def test_the_module_imports_only_what_it_may(path):
         ("models/x.py", "from trinity_dask import run"),
         ("algorithm/x.py", "from trinity_dask.config import Config"),
         ("algorithm/x.py", "import pandas"),
+        ("algorithm/x.py", "from trinity_dask.files import sync"),
         ("trainer/x.py", "from trinity_dask.launcher import Launcher"),
         ("explorer/schedule/state.py", "def f():\n    import torch"),
     ],
@@ -148,6 +150,7 @@ def test_a_wrong_import_is_found(relative, source):
         ("buffer/x.py", "from trinity_dask import __version__"),
         ("run.py", "from trinity_dask.manager import synchronizer"),
         ("algorithm/x.py", "import math\nimport torch\nfrom trinity_dask.algorithm import kl"),
+        ("algorithm/x.py", "from trinity_dask.registry import Registry"),
     ],
 )
 def test_a_right_import_passes(relative, source):

@@ -12,7 +12,6 @@ from trinity_dask.algorithm.aggregate import Denominator, aggregate
 from trinity_dask.algorithm.entropy import ENTROPY_LOSS_FN
 from trinity_dask.algorithm.kl import KL_FN
 from trinity_dask.algorithm.policy_losses import POLICY_LOSS_FN, POLICY_LOSSES, PolicyLoss
-from trinity_dask.algorithm.registry import Registry
 from trinity_dask.algorithm.sample_strategies import SAMPLE_STRATEGY
 from trinity_dask.algorithm.table import AlgorithmSpec, resolve_algorithm
 from trinity_dask.algorithm.types import ALGORITHM, AlgorithmType
@@ -30,7 +29,6 @@ __all__ = [
     "AlgorithmType",
     "Denominator",
     "PolicyLoss",
-    "Registry",
     "aggregate",
     "resolve_algorithm",
 ]

@@ -15,7 +15,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from trinity_dask.algorithm.registry import nearest
+from trinity_dask.registry import nearest
 
 TOKEN_MEAN = "token-mean"  # Σ m·ℓ / Σ m (DAPO, arXiv 2503.14476)
 SEQ_MEAN_TOKEN_MEAN = "seq-mean-token-mean"  # mean_i Σ m·ℓ / Σ m (GRPO, arXiv 2402.03300)

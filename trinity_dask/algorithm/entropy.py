@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trinity_dask.algorithm.aggregate import TOKEN_MEAN, Denominator, aggregate, as_token_mask
 from trinity_dask.algorithm.calling import needs_of
-from trinity_dask.algorithm.registry import Registry
+from trinity_dask.registry import Registry
 
 Bonus = tuple[Tensor, dict[str, Tensor]]
 ENTROPY_LOSS_FN: Registry[Callable[..., Any]] = Registry("entropy_loss_fn")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trinity_dask.algorithm.aggregate import TOKEN_MEAN, Denominator, aggregate, token_share
-from trinity_dask.algorithm.registry import Registry
+from trinity_dask.registry import Registry
 
 Estimator = Callable[[Tensor, Tensor, Optional[Tensor]], Tensor]
 KL_FN: Registry[Estimator] = Registry("kl_loss_fn")

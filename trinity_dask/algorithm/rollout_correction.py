@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from trinity_dask.algorithm.aggregate import row_mean
-from trinity_dask.algorithm.registry import nearest
+from trinity_dask.registry import nearest
 
 CORRECTION_MODES = (
     "none",

@@ -8,15 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Optional
 
-from trinity_dask.algorithm.registry import LazyRegistry, check_args
+from trinity_dask.registry import Registry, check_args
 
 _MODULE = "trinity_dask.buffer.sample_strategy"
 
-SAMPLE_STRATEGY = LazyRegistry("sample_strategy")
-SAMPLE_STRATEGY.register_module("default")(f"{_MODULE}:DefaultSampleStrategy")
-SAMPLE_STRATEGY.register_module("warmup")(f"{_MODULE}:DefaultSampleStrategy")
-SAMPLE_STRATEGY.register_module("staleness_control")(f"{_MODULE}:StalenessControlSampleStrategy")
-SAMPLE_STRATEGY.register_module("mix")(f"{_MODULE}:MixSampleStrategy")
+SAMPLE_STRATEGY: Registry[Any] = Registry(
+    "sample_strategy",
+    {
+        "default": f"{_MODULE}:DefaultSampleStrategy",
+        "warmup": f"{_MODULE}:DefaultSampleStrategy",
+        "staleness_control": f"{_MODULE}:StalenessControlSampleStrategy",
+        "mix": f"{_MODULE}:MixSampleStrategy",
+    },
+)
 
 OVER_LIMIT = ("drop", "mask")
 

@@ -23,7 +23,6 @@ from trinity_dask.algorithm.calling import declared
 from trinity_dask.algorithm.entropy import ENTROPY_LOSS_FN, EntropyLoss
 from trinity_dask.algorithm.kl import KLLoss, KLPenalty
 from trinity_dask.algorithm.policy_losses import POLICY_LOSS_FN, AnyLoss, PolicyLoss
-from trinity_dask.algorithm.registry import build, build_callable, nearest
 from trinity_dask.algorithm.rollout_correction import RolloutCorrection
 from trinity_dask.algorithm.sample_strategies import (
     SAMPLE_STRATEGY,
@@ -31,6 +30,7 @@ from trinity_dask.algorithm.sample_strategies import (
     check_strategy,
 )
 from trinity_dask.algorithm.types import ALGORITHM, AlgorithmType
+from trinity_dask.registry import build, build_callable, nearest
 
 SCHEMAS = ("experience", "sft", "cpt", "dpo")
 _FUNCTIONS = (

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from trinity_dask.algorithm.registry import Registry
+from trinity_dask.registry import Registry
 
 Args = Mapping[str, Mapping[str, Any]]
 

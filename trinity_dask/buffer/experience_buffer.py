@@ -18,7 +18,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from trinity_dask.algorithm.registry import build
 from trinity_dask.buffer.errors import EndOfData, StoreError
 from trinity_dask.buffer.queue.lease_queue import LeaseQueue
 from trinity_dask.buffer.queue.priority import PRIORITY_FNS
@@ -29,6 +28,7 @@ from trinity_dask.buffer.store.manifest import Manifest, RowRef
 from trinity_dask.buffer.store.row_index import META_KEY, RowIndex
 from trinity_dask.config.schema import ExperienceBufferConfig
 from trinity_dask.experience.schema import check_schema
+from trinity_dask.registry import build
 
 log = logging.getLogger(__name__)
 

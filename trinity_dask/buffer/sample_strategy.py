@@ -29,7 +29,6 @@ from typing import Any, Optional, Protocol
 
 import numpy as np
 
-from trinity_dask.algorithm.registry import build
 from trinity_dask.algorithm.sample_strategies import (
     SAMPLE_STRATEGY,
     check_expert_ratio,
@@ -43,6 +42,7 @@ from trinity_dask.buffer.experience_buffer import BufferLease, ExperienceBuffer
 from trinity_dask.buffer.operators.representative import Example, representative_examples
 from trinity_dask.buffer.store.manifest import RowRef
 from trinity_dask.config.schema import Config
+from trinity_dask.registry import build
 
 
 @dataclass(frozen=True)

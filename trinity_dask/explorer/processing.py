@@ -18,7 +18,7 @@ from trinity_dask.buffer.operators.pipeline import ExperiencePipeline
 from trinity_dask.config.schema import Config
 from trinity_dask.experience.payload import decode
 from trinity_dask.explorer.batch_stats import row_statistics
-from trinity_dask.workflows.loading import load_plugins
+from trinity_dask.registry import load_plugins
 
 log = logging.getLogger("trinity_dask.coordinator")
 

@@ -20,7 +20,7 @@ from trinity_dask.launcher.peers import describe
 from trinity_dask.launcher.status import FINAL_STATES, StatusBoard
 from trinity_dask.launcher.warm_up import WarmUp
 from trinity_dask.monitor.curves import write_curves
-from trinity_dask.workflows.loading import load_callable
+from trinity_dask.registry import load_object
 
 if TYPE_CHECKING:
     from trinity_dask.launcher.stages.base import StageRunner
@@ -167,7 +167,7 @@ class Launcher:
                 await self._board.update(
                     state="running", message=f"preparing data ({stage.prepare})"
                 )
-                prepare = load_callable(stage.prepare)
+                prepare = load_object(stage.prepare)
                 await asyncio.to_thread(prepare, stage, **stage.prepare_args)
 
 

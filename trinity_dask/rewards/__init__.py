@@ -4,11 +4,13 @@ Invariant: a reward function is ``fn(response=..., truth=..., **more)`` and retu
 number or a dict of named numbers (their sum is the reward). It raises when it cannot tell.
 """
 
-from trinity_dask.workflows.registry import Registry
+from typing import Any
+
+from trinity_dask.registry import Registry
 
 _MATH = "trinity_dask.rewards.math"
 
-REWARD_FUNCTIONS = Registry(
+REWARD_FUNCTIONS: Registry[Any] = Registry(
     "reward function",
     {
         "accuracy_reward": f"{_MATH}:AccuracyReward",

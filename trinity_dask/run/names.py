@@ -20,11 +20,11 @@ from trinity_dask.config.stages import split_stages
 
 def check_names(config: Config) -> None:
     """Raise :class:`ConfigError` with one line per name or argument that does not exist."""
-    from trinity_dask.workflows.loading import load_callable, load_plugins
+    from trinity_dask.registry import load_object, load_plugins
 
     problems = list(_tried("plugin_dirs", lambda: load_plugins(config.plugin_dirs)))
     if config.prepare is not None and config.cluster.type == "local":
-        problems += _tried("prepare", lambda: load_callable(config.prepare or ""))
+        problems += _tried("prepare", lambda: load_object(config.prepare or ""))
     for stage in [] if problems else split_stages(config):
         prefix = f"stage {stage.stage_name!r}: " if stage.stage_name else ""
         problems += [prefix + line for line in _stage_problems(stage)]
@@ -79,8 +79,8 @@ def _check_teacher(stage: Config, resolve: Callable[..., Any]) -> None:
 
 
 def _operator_problems(stage: Config) -> Iterator[str]:
-    from trinity_dask.algorithm.registry import build
     from trinity_dask.buffer.operators.operators import OPERATORS
+    from trinity_dask.registry import build
 
     for index, operator in enumerate(stage.buffer.operators):
         yield from _tried(
@@ -92,14 +92,13 @@ def _operator_problems(stage: Config) -> Iterator[str]:
 def _taskset_problems(key: str, taskset: TasksetConfig, stage: Config) -> Iterator[str]:
     from trinity_dask.rewards import REWARD_FUNCTIONS
     from trinity_dask.workflows import WORKFLOWS
-    from trinity_dask.workflows.loading import load_object
 
     for name, registry in (("workflow", WORKFLOWS), ("reward_fn", REWARD_FUNCTIONS)):
         value: str | None = getattr(taskset, name)
         is_path = value is not None and (":" in value or "." in value)
         if value is None or (is_path and stage.cluster.type != "local"):
             continue
-        yield from _tried(f"{key}.{name}", lambda v=value, r=registry: load_object(v, r))
+        yield from _tried(f"{key}.{name}", lambda v=value, r=registry: r.get(v))
 
 
 def _tried(key: str, load: Callable[..., Any]) -> Iterator[str]:

@@ -26,7 +26,7 @@ from trinity_dask.buffer.store.row_files import RowFile, open_rows
 from trinity_dask.config.schema import Config
 from trinity_dask.experience.payload import decode, encode_table
 from trinity_dask.models.tokenizer import load_tokenizer
-from trinity_dask.workflows.loading import load_plugins
+from trinity_dask.registry import load_plugins
 
 SLICE_S = 1.0  # how long one wait for rows lasts before the caller can look around
 

@@ -4,13 +4,15 @@ Invariant: importing this package imports no built-in workflow; the registry doe
 a name is first used.
 """
 
+from typing import Any
+
 from trinity_dask.experience.task import Task
-from trinity_dask.workflows.registry import Registry
+from trinity_dask.registry import Registry
 from trinity_dask.workflows.workflow import PartialGroupError, Workflow
 
 _SIMPLE = "trinity_dask.workflows.simple"
 
-WORKFLOWS = Registry(
+WORKFLOWS: Registry[Any] = Registry(
     "workflow",
     {
         "simple_workflow": f"{_SIMPLE}:SimpleWorkflow",
@@ -20,4 +22,4 @@ WORKFLOWS = Registry(
     },
 )
 
-__all__ = ["WORKFLOWS", "PartialGroupError", "Registry", "Task", "Workflow"]
+__all__ = ["WORKFLOWS", "PartialGroupError", "Task", "Workflow"]

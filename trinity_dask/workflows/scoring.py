@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
 from trinity_dask.cluster.loop_watch import Interrupted, user_task
+from trinity_dask.registry import load_plugin_files, plugin_files
 from trinity_dask.rewards import REWARD_FUNCTIONS
 from trinity_dask.rewards.process import call_in_process
-from trinity_dask.workflows.loading import load_object, load_plugin_files, plugin_files
 from trinity_dask.workflows.threads import ThreadCall, explained
 
 REWARD_TIMEOUT_S = 30.0
@@ -56,7 +56,7 @@ class Reward:
         not return.
         """
         kind = ProcessReward if in_process else cls
-        return kind(name, load_object(name, REWARD_FUNCTIONS), args)
+        return kind(name, REWARD_FUNCTIONS.get(name), args)
 
     def arguments(self, facts: Facts) -> dict[str, Any]:
         if self._accepted is None:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, Optional
 
 from trinity_dask.algorithm.calling import declared
-from trinity_dask.algorithm.registry import Registry
+from trinity_dask.registry import Registry
 
 AdvantageFn = Callable[..., tuple[Any, dict[str, float]]]
 Batch = dict[str, Any]

@@ -17,7 +17,7 @@ from trinity_dask.algorithm.advantages.groups import (
     std,
     write,
 )
-from trinity_dask.algorithm.registry import nearest
+from trinity_dask.registry import nearest
 
 
 class BaselineAdvantage:

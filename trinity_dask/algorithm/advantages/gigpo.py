@@ -17,7 +17,7 @@ from trinity_dask.algorithm.advantages.groups import (
     write,
 )
 from trinity_dask.algorithm.advantages.runs import discounted, run_reward, step_rewards
-from trinity_dask.algorithm.registry import nearest
+from trinity_dask.registry import nearest
 
 NORMS = ("none", "std")
 

@@ -21,7 +21,7 @@ from trinity_dask.algorithm.advantages.groups import (
     std,
     write,
 )
-from trinity_dask.algorithm.registry import nearest
+from trinity_dask.registry import nearest
 
 STD_LEVELS = ("group", "batch", "none")
 

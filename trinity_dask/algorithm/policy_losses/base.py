@@ -29,7 +29,7 @@ from trinity_dask.algorithm.aggregate import (
     token_share,
 )
 from trinity_dask.algorithm.calling import declared, needs_of, pick, takes_weights
-from trinity_dask.algorithm.registry import Registry
+from trinity_dask.registry import Registry
 
 # exp of more than this says nothing and overflows products; such a token has no gradient
 MAX_LOG_RATIO = 20.0

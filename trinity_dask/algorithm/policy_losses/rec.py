@@ -19,7 +19,7 @@ from trinity_dask.algorithm.policy_losses.base import (
     shares,
 )
 from trinity_dask.algorithm.policy_losses.sequence_ratio import sequence_log_ratio
-from trinity_dask.algorithm.registry import nearest
+from trinity_dask.registry import nearest
 
 CLIP_MODES = ("none", "one-side", "two-side", "ring", "gspo-one-side")
 WEIGHTS = ("none", "importance_sampling", "gspo_importance_sampling", "advantage")

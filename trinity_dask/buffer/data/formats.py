@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from trinity_dask.algorithm.registry import Registry
 from trinity_dask.buffer.data.conversation import Ids, parse_messages
 from trinity_dask.buffer.data.row_format import RowFormatter
 from trinity_dask.buffer.data.sft_format import SFTFormatter
 from trinity_dask.buffer.errors import DataError
 from trinity_dask.experience import EID, Experience
+from trinity_dask.registry import Registry
 
 
 class Formatter(Protocol):

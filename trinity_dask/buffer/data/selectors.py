@@ -15,14 +15,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from trinity_dask.algorithm.registry import LazyRegistry, build
 from trinity_dask.buffer.data.readers import RowReader
 from trinity_dask.buffer.errors import DataError
 from trinity_dask.config.schema import SelectorConfig
+from trinity_dask.registry import Registry, build
 
-SELECTORS = LazyRegistry("selector")
-SELECTORS.register_module("difficulty_based")(
-    "trinity_dask.buffer.data.difficulty:DifficultySelector"
+SELECTORS: Registry[Any] = Registry(
+    "selector", {"difficulty_based": "trinity_dask.buffer.data.difficulty:DifficultySelector"}
 )
 
 

@@ -12,18 +12,20 @@ from typing import Any, Protocol
 import numpy as np
 
 from trinity_dask.algorithm.advantages import group_by_task
-from trinity_dask.algorithm.registry import LazyRegistry
 from trinity_dask.buffer.operators.reward_operators import is_valid
 from trinity_dask.experience import RESPONSE_TRUNCATED, Experience
+from trinity_dask.registry import Registry
 
 Result = tuple[list[Experience], dict[str, Any]]
-OPERATORS = LazyRegistry("operator")
-for _name, _class in (
-    ("reward_shaping_mapper", "RewardShapingMapper"),
-    ("overlong_penalty", "OverlongPenalty"),
-    ("pass_rate_calculator", "PassRateCalculator"),
-):
-    OPERATORS.register_module(_name)(f"trinity_dask.buffer.operators.reward_operators:{_class}")
+_REWARDS = "trinity_dask.buffer.operators.reward_operators"
+OPERATORS: Registry[Any] = Registry(
+    "operator",
+    {
+        "reward_shaping_mapper": f"{_REWARDS}:RewardShapingMapper",
+        "overlong_penalty": f"{_REWARDS}:OverlongPenalty",
+        "pass_rate_calculator": f"{_REWARDS}:PassRateCalculator",
+    },
+)
 
 
 class Operator(Protocol):

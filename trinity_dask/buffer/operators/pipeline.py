@@ -12,13 +12,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from trinity_dask.algorithm.registry import build
 from trinity_dask.buffer.data.taskset_mix import SELECTOR_METRIC
 from trinity_dask.buffer.operators.operators import OPERATORS
 from trinity_dask.buffer.store.row_index import gather_groups
 from trinity_dask.config.schema import OperatorConfig
 from trinity_dask.experience import Experience
 from trinity_dask.experience.schema import SCHEMA, from_table, to_table
+from trinity_dask.registry import build
 
 Metrics = dict[str, Any]
 AdvantageFn = Callable[[list[Experience]], tuple[list[Experience], Metrics]]

@@ -10,7 +10,7 @@ from typing import Optional, Protocol
 
 import numpy as np
 
-from trinity_dask.algorithm.registry import Registry
+from trinity_dask.registry import Registry
 
 PRIORITY_FNS: Registry = Registry("priority_fn")
 

@@ -35,8 +35,8 @@ from trinity_dask.models.actor.actor import ready_engine
 from trinity_dask.models.actor.remote import RemoteEngine, engine_slots
 from trinity_dask.models.tokenizer import load_tokenizer
 from trinity_dask.models.wrapper import ModelWrapper
+from trinity_dask.registry import LoadError, load_plugins
 from trinity_dask.workflows import Task
-from trinity_dask.workflows.loading import LoadError, load_plugins
 
 log = logging.getLogger("trinity_dask.explorer")
 

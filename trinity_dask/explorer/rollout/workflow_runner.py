@@ -29,9 +29,9 @@ from trinity_dask.explorer.rollout.running import SETTLE_S, bounded, describe, o
 from trinity_dask.explorer.rollout.runs import Attempt, Runs, checked, stamp
 from trinity_dask.explorer.rollout.thread_model import run_async_in_thread
 from trinity_dask.explorer.schedule.outcome import Outcome, Status
+from trinity_dask.registry import LoadError
 from trinity_dask.rewards import REWARD_FUNCTIONS
 from trinity_dask.workflows import WORKFLOWS, PartialGroupError, Task, Workflow
-from trinity_dask.workflows.loading import LoadError, load_object
 from trinity_dask.workflows.threads import abandoned_threads, run_in_thread
 
 CONCURRENT_MODES = ("sequential", "asynchronous", "multi-threading")
@@ -292,13 +292,13 @@ async def _run_async(workflow: Workflow) -> Any:
 def _import(workflow: str, reward_fn: Optional[str]) -> type[Workflow]:
     if reward_fn is not None:
         with suppress(LoadError):  # said when the workflow asks for it
-            load_object(reward_fn, REWARD_FUNCTIONS)
+            REWARD_FUNCTIONS.get(reward_fn)
     return workflow_class(workflow)
 
 
 def workflow_class(name: str) -> type[Workflow]:
     """The workflow class that ``name`` means. Raises LoadError when there is none."""
-    cls = load_object(name, WORKFLOWS)
+    cls = WORKFLOWS.get(name)
     if not (isinstance(cls, type) and issubclass(cls, Workflow)):
         raise LoadError(f"workflow {name!r} is {cls!r}, not a subclass of Workflow")
     return cls

@@ -36,6 +36,7 @@ from trinity_dask.models.protocol import (
     WeightReceipt,
     WeightUpdate,
 )
+from trinity_dask.registry import load_plugins
 from trinity_dask.trainer.checkpoints.checkpoint import read_state, write_checkpoint
 from trinity_dask.trainer.checkpoints.export import export_policy, read_engine, write_engine
 from trinity_dask.trainer.model.frozen import load_reference, load_teacher
@@ -65,7 +66,6 @@ from trinity_dask.weights.broadcast import WeightGroup, lay_out, make_group, sen
 from trinity_dask.weights.checksum import Digest
 from trinity_dask.weights.files import write_weights
 from trinity_dask.weights.memory import SharedFiles
-from trinity_dask.workflows.loading import load_plugins
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
