@@ -52,8 +52,8 @@ class WholePath:
     async def prepare(self) -> None:
         from trinity_dask.buffer.experience_buffer import ExperienceBuffer
         from trinity_dask.engines.pool import EnginePool
-        from trinity_dask.explorer.rollout_coordinator import RolloutCoordinator
-        from trinity_dask.explorer.tasks.taskset_reader import TasksetReader
+        from trinity_dask.explorer.coordinator import Coordinator
+        from trinity_dask.explorer.task_stream import TasksetReader
         from trinity_dask.launcher.specs import engine_specs
 
         self.buffer = ExperienceBuffer(self.cfg.buffer.trainer_input.experience_buffer)
@@ -61,7 +61,7 @@ class WholePath:
         self.pool = EnginePool(engine_specs(self.cfg), f"bench-{uuid.uuid4().hex[:6]}", 600.0)
         await self.pool.start()
         await self.pool.mark_ready(self.pool.slots())
-        self.coordinator = RolloutCoordinator(self.cfg, self.buffer)
+        self.coordinator = Coordinator(self.cfg, self.buffer)
         await self.coordinator.prepare(int(self.cfg.cluster.rollout.nthreads))
         self.reader = TasksetReader(self.cfg)
 
@@ -69,8 +69,10 @@ class WholePath:
         """One batch from the reading of its tasks to its commit."""
         start = time.perf_counter()
         tasks = self.reader.read()
-        await self.coordinator.submit_batch(number, tasks, "train", meta={"taskset_state": {}})
-        result = await self.coordinator.finalize_train_batch(number)
+        await self.coordinator.submit_batch(
+            number, tasks, "train", meta=lambda: {"taskset_state": {}}
+        )
+        result = await self.coordinator.finalize_batch(number, "train")
         seconds = time.perf_counter() - start
         # nobody trains here: take the rows out, or the buffer fills up
         lease = await self.buffer.lease(None, 10.0)

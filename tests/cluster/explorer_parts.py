@@ -14,8 +14,8 @@ from distributed import Client
 from trinity_dask.buffer.experience_buffer import ExperienceBuffer
 from trinity_dask.cluster import RunCluster, call, open_cluster, start_actor
 from trinity_dask.config.schema import Config, GroupConfig, TasksetConfig
-from trinity_dask.explorer.explorer import Explorer
-from trinity_dask.explorer.rollout_coordinator import RolloutCoordinator
+from trinity_dask.explorer.coordinator import Coordinator
+from trinity_dask.explorer.loop import ExploreLoop
 from trinity_dask.models.actor.actor import EngineActor
 from trinity_dask.models.protocol import EngineSpec
 from trinity_dask.monitor.monitor import Monitor
@@ -69,8 +69,8 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 @dataclass
 class Parts:
-    explorer: Explorer
-    coordinator: RolloutCoordinator
+    explorer: ExploreLoop
+    coordinator: Coordinator
     buffer: ExperienceBuffer
 
 
@@ -81,10 +81,10 @@ def run(address: str, cfg: Config, body: Callable[[Parts], Awaitable[Any]]) -> A
         async with Client(address, asynchronous=True) as client:
             buffer = ExperienceBuffer(cfg.buffer.trainer_input.experience_buffer)
             await buffer.prepare()
-            coordinator = RolloutCoordinator(cfg, buffer, client=client)
+            coordinator = Coordinator(cfg, buffer, client=client)
             await coordinator.prepare(SLOTS)
             monitor = Monitor(cfg.monitor, str(cfg.job_dir), "explorer")
-            explorer = Explorer(cfg, coordinator, None, buffer, monitor)
+            explorer = ExploreLoop(cfg, coordinator, None, buffer, monitor)
             try:
                 await explorer.prepare()
                 return await asyncio.wait_for(body(Parts(explorer, coordinator, buffer)), WAIT_S)

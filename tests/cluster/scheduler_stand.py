@@ -133,8 +133,13 @@ def rows(result: Any) -> int:
 async def tasks_done(scheduler: Scheduler, batch_id: Any, n: int) -> None:
     """Until ``n`` tasks of a batch are finished with runs that are of use."""
     batch = scheduler.state.batches[batch_id]
-    deadline = time.monotonic() + WAIT_S
-    assert await scheduler._waits.until(lambda: batch.completed_tasks >= n, deadline), batch
+    assert await scheduler.changes.until(lambda: batch.completed_tasks >= n, WAIT_S), batch
+
+
+async def all_done(scheduler: Scheduler) -> None:
+    """Until every batch is complete."""
+    batches = scheduler.state.batches
+    assert await scheduler.changes.until(lambda: all(map(scheduler.state.enough, batches)), WAIT_S)
 
 
 async def until(path: Path) -> None:

@@ -19,7 +19,7 @@ from explorer_parts import (
 )
 
 from trinity_dask.config.schema import Config
-from trinity_dask.explorer.rollout_coordinator import BatchFailed
+from trinity_dask.explorer.coordinator import BatchFailed
 
 
 @pytest.fixture(scope="module")
@@ -175,13 +175,13 @@ def test_a_batch_is_finalised_once_and_by_its_own_kind(address: str, tmp_path: P
         with pytest.raises(ValueError, match="active already"):
             await coordinator.submit_batch(1, tasks, "train")
         with pytest.raises(ValueError, match="is a train batch"):
-            await coordinator.finalize_eval_batch(1)
+            await coordinator.finalize_batch(1, "eval")
         one, two = await asyncio.gather(
-            coordinator.finalize_train_batch(1), coordinator.finalize_train_batch(1)
+            coordinator.finalize_batch(1, "train"), coordinator.finalize_batch(1, "train")
         )
         assert one is two
         with pytest.raises(KeyError):
-            await coordinator.finalize_train_batch(1)
+            await coordinator.finalize_batch(1, "train")
         await coordinator.submit_batch("1/x", tasks, "eval")
         await coordinator.abort_batch("1/x", "a test")
         await coordinator.abort_batch("1/x", "again")

@@ -13,7 +13,6 @@ from scheduler_stand import tasks_done
 
 from trinity_dask.buffer.errors import StoreError
 from trinity_dask.config.schema import Config, OperatorConfig
-from trinity_dask.explorer import Explorer
 from trinity_dask.explorer.batches import RolloutState
 
 UNEVEN = f"{Path(__file__).with_name('explorer_workflows.py')}:Uneven"
@@ -157,8 +156,8 @@ def test_a_finalisation_that_timed_out_can_be_repeated_and_loses_nothing(
         await parts.coordinator.submit_batch(1, tasks or [], "train")
         await tasks_done(parts.coordinator.scheduler, 1, 1)
         with pytest.raises(TimeoutError, match="1 of 2 tasks finished"):
-            await parts.coordinator.finalize_train_batch(1, timeout=0.2)
-        return await parts.coordinator.finalize_train_batch(1)
+            await parts.coordinator.finalize_batch(1, "train", timeout=0.2)
+        return await parts.coordinator.finalize_batch(1, "train")
 
     result = run(address, quiet(make_config(tmp_path, rows=rows)), body)
     assert result["finished_task_count"] == 2
@@ -176,10 +175,10 @@ def test_a_commit_that_failed_is_repeated_without_another_rollout(
         data.parent.mkdir(exist_ok=True)
         data.write_text("no directory")  # nothing can be written below a file
         with pytest.raises(StoreError, match="is not committed"):
-            await coordinator.finalize_train_batch(1)
+            await coordinator.finalize_batch(1, "train")
         assert coordinator._batches[1].state is RolloutState.FINALIZING
         data.unlink()
-        result = await coordinator.finalize_train_batch(1)
+        result = await coordinator.finalize_batch(1, "train")
         assert (await coordinator.stats())["runs"]["scheduled"] == 8
         return result
 
@@ -204,12 +203,11 @@ def test_abort_can_keep_what_was_finished(address: str, tmp_path: Path) -> None:
         kept = await parts.coordinator.abort_batch(1, "a test", keep_partial_results=True)
         assert kept is not None
         assert (kept.counts.succeeded, kept.counts.cancelled) == (4, 4)
-        metrics = await parts.coordinator.process_experiences(kept.payloads)
+        metrics = parts.coordinator.processing.process(kept.payloads)[1]
         assert metrics["experience_pipeline/experience_count"] == 4.0
-        assert await parts.coordinator.process_experiences([]) == {}
         assert await parts.coordinator.abort_batch(1, "again") is None
         with pytest.raises(KeyError):
-            await parts.coordinator.finalize_train_batch(1)
+            await parts.coordinator.finalize_batch(1, "train")
 
     run(address, quiet(make_config(tmp_path, rows=rows)), body)
 
@@ -243,22 +241,16 @@ def test_fault_42_raw_and_committed_rewards_are_both_logged(address: str, tmp_pa
     assert first["experience_pipeline/experience_count"] == 4.0
 
 
-def test_the_public_calls_of_an_explorer(address: str, tmp_path: Path) -> None:
+def test_without_a_trainer_or_engines_there_is_nothing_to_sync_or_to_benchmark(
+    address: str, tmp_path: Path
+) -> None:
     async def body(parts: Parts) -> None:
         explorer = parts.explorer
-        assert type(explorer).get_actor(explorer.cfg) is explorer
-        assert await explorer.is_alive()
         assert not await explorer.need_sync()
         assert await explorer.sync_weight() == -1
-        with pytest.raises(NotImplementedError, match="not there yet"):
-            await explorer.serve()
         with pytest.raises(RuntimeError, match="made without engines"):
-            await explorer.get_weight("embed")
-        await explorer.shutdown()
-        assert not await explorer.is_alive()
+            await explorer.benchmark()
+        await explorer.stop()
+        assert explorer.stopped
 
-    cfg = quiet(make_config(tmp_path))
-    run(address, cfg, body)
-    cfg.explorer.name = "other"
-    with pytest.raises(LookupError, match="no explorer 'other'"):
-        Explorer.get_actor(cfg)
+    run(address, quiet(make_config(tmp_path)), body)

@@ -164,11 +164,11 @@ def test_what_a_runner_does_is_seen_while_it_does_it(stand, tmp_path):
         seen: dict[str, Any] = {}
         async with asyncio.timeout(WAIT_S):
             while not seen.get("worker"):  # comes from the worker itself
-                (seen,) = scheduler.runners.busy(9) or [{}]
+                (seen,) = scheduler.lanes.busy(9) or [{}]
                 await asyncio.sleep(0.02)
             release.touch()
             await scheduler.get_results(7)
-        return seen, scheduler.get_runner_state(seen["runner_id"])
+        return seen, scheduler.lanes.states()[seen["runner_id"]]
 
     during, after = stand.run(body)
     assert during["workflow_id"] == after["workflow_id"] == "7/0/0"
@@ -244,7 +244,8 @@ def test_by_its_engine_a_thread_that_cannot_be_stopped_is_counted_and_left_behin
     async def body(scheduler: Scheduler) -> tuple[BatchResult, dict[int, Any]]:
         scheduler.schedule(tasks_of("Slow", sleep_s=20, notes=str(tmp_path)), 1)
         stuck = await scheduler.get_results(1, timeout=WAIT_S)
-        return stuck, scheduler.get_key_state("abandoned_threads")
+        seen = scheduler.lanes.states().items()
+        return stuck, {lane: s["abandoned_threads"] for lane, s in seen if s}
 
     before = stand.facts()
     stuck, abandoned = stand.run(body, run_on="rollout", max_timeout_s=0.5)
@@ -313,7 +314,7 @@ def test_a_cancelled_workflow_aborts_its_request_at_the_engine(stand):
     async def body(scheduler: Scheduler) -> None:
         scheduler.schedule(tasks_of("AsyncSampled", 2, sleep_s=600), 1)
         async with asyncio.timeout(WAIT_S):
-            while len(scheduler.runners.busy(9)) < 2:
+            while len(scheduler.lanes.busy(9)) < 2:
                 await asyncio.sleep(0.02)
         await scheduler.abort_batch(1)
         scheduler.schedule(tasks_of("AsyncSampled", 2), 2)

@@ -53,11 +53,11 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_results_of_a_batch_are_taken_once(stand: Stand) -> None:
     async def body(scheduler: Scheduler) -> None:
         scheduler.schedule(dummies(8), 0)
-        assert scheduler.has_step(0)
+        assert 0 in scheduler.state.batches
         first = await scheduler.get_results(0, timeout=WAIT_S)
         assert [s.ok for s in first.statuses] == [True] * 8
         assert rows(first) == 8
-        assert not scheduler.has_step(0)
+        assert 0 not in scheduler.state.batches
         again = await scheduler.get_results(0, timeout=WAIT_S)
         assert again.statuses == []
         assert (await scheduler.get_results(99)).statuses == []

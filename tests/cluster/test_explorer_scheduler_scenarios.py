@@ -14,6 +14,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from scheduler_stand import (
     SLOTS_PER_ENGINE,
     WAIT_S,
     Stand,
+    all_done,
     dummies,
     experiences,
     rows,
@@ -31,7 +33,7 @@ from scheduler_stand import (
     until,
 )
 
-from trinity_dask.explorer.schedule.runner_table import RunnerWrapper
+from trinity_dask.explorer.rollout.subtask import SubTaskSpec
 from trinity_dask.explorer.schedule.scheduler import Scheduler
 from trinity_dask.explorer.schedule.tasks import BatchResult, Counts
 from trinity_dask.workflows import Task
@@ -61,57 +63,36 @@ def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
     stand.cluster.close()
 
 
-def test_get_payload_results_takes_a_batch_once(stand: Stand) -> None:
-    async def body(scheduler: Scheduler) -> None:
-        scheduler.schedule(dummies(8), 0)
-        statuses, payloads = await scheduler.get_payload_results(0, timeout=WAIT_S)
-        assert len(statuses) == 8
-        assert rows(payloads) == 8
-        assert await scheduler.get_payload_results(0) == ([], [])
-        for batch in (1, 2, 3):
-            assert not scheduler.has_step(batch)
-            scheduler.schedule(dummies(4), batch)
-        for batch in (1, 2, 3):
-            assert scheduler.has_step(batch)
-            assert len(await scheduler.get_statuses(batch, timeout=WAIT_S)) == 4
-            assert not scheduler.has_step(batch)
-
-    stand.run(body)
-
-
 def test_results_that_are_there_are_returned_at_once_and_unknown_batches_are_empty(
     stand: Stand,
 ) -> None:
     async def body(scheduler: Scheduler) -> None:
-        scheduler.schedule(dummies(3), 1)
-        await scheduler.wait_all(timeout=WAIT_S)
+        for batch in (1, 2):
+            assert batch not in scheduler.state.batches
+            scheduler.schedule(dummies(2 + batch), batch)
+        await all_done(scheduler)
+        assert scheduler.in_flight == scheduler.pending == 0
         # without a turn of the clock: a deadline that has passed already
-        assert len(await scheduler.get_statuses(1, timeout=0.0)) == 3
-        assert await scheduler.get_payload_results(7, min_num=5) == ([], [])
-        scheduler.schedule(dummies(2), 2)
-        await scheduler.wait_all(timeout=WAIT_S)
-        statuses, payloads = scheduler.drain_batch_payload_results(2)
-        assert (len(statuses), rows(payloads)) == (2, 2)
-        scheduler.schedule(dummies(2), 3)
-        await scheduler.wait_all(timeout=WAIT_S)
-        scheduler.discard_completed_results(3)
-        assert not scheduler.has_step(3)
+        assert len((await scheduler.get_results(1, timeout=0.0)).statuses) == 3
+        unknown = await scheduler.get_results(7, min_num=5)
+        assert (unknown.statuses, unknown.payloads) == ([], [])
+        taken = scheduler.state.drain(2)  # without waiting
+        assert (len(taken.statuses), rows(taken)) == (4, 4)
+        assert scheduler.state.batches == {}
 
     stand.run(body)
 
 
-def test_wait_all(stand: Stand) -> None:
+def test_what_is_cut_off_at_its_time_leaves_nothing_behind(stand: Stand) -> None:
     async def body(scheduler: Scheduler) -> None:
-        await scheduler.wait_all(timeout=0.0)  # nothing scheduled
-        scheduler.schedule(dummies(4), 0)
-        scheduler.schedule(dummies(3), 1)
-        await scheduler.wait_all(timeout=WAIT_S)
-        assert scheduler.in_flight == scheduler.pending == 0
         scheduler.schedule(dummies(2, sleep_s=600.0), 2)
         started = time.monotonic()
-        with pytest.raises(TimeoutError, match=r"\[2\] are not complete after 1 s"):
-            await scheduler.wait_all(timeout=1.0)
+        result = await scheduler.get_results(2, timeout=1.0)
         assert time.monotonic() - started >= 1.0
+        assert result.counts == Counts(2, 0, 0, 2)
+        assert scheduler.in_flight == scheduler.pending == 0
+        scheduler.schedule(dummies(2, sleep_s=600.0), 3)
+        assert (await scheduler.abort_batch(3, return_partial_tasks=True)).cancelled == 2
         assert scheduler.in_flight == scheduler.pending == 0
 
     stand.run(body)
@@ -125,7 +106,7 @@ def test_batches_wait_for_lanes_not_for_each_other(stand: Stand) -> None:
             scheduler.schedule([*dummies(4 - slow), *dummies(slow, sleep_s=600.0)], batch)
             await tasks_done(scheduler, batch, 4 - slow)
             started = time.monotonic()
-            assert len(await scheduler.get_statuses(batch, timeout=0.5)) == 4 - slow
+            assert len((await scheduler.get_results(batch, timeout=0.5)).statuses) == 4 - slow
             assert time.monotonic() - started >= 0.5
         assert scheduler.in_flight == 0
 
@@ -175,8 +156,8 @@ def test_over_rollout_waits_a_little_for_more_than_it_needs(stand: Stand) -> Non
     async def body(scheduler: Scheduler) -> None:
         sleeps = (0.1, 0.1, 0.6, 600.0)
         scheduler.schedule([t for s in sleeps for t in dummies(1, sleep_s=s)], 1)
-        statuses, payloads = await scheduler.get_payload_results(1, min_num=2, timeout=WAIT_S)
-        assert (len(statuses), rows(payloads)) == (3, 3)
+        result = await scheduler.get_results(1, min_num=2, timeout=WAIT_S)
+        assert (len(result.statuses), rows(result)) == (3, 3)
 
     stand.run(body, over_rollout__wait_after_min_s=4.0)
 
@@ -216,13 +197,12 @@ def test_the_dynamic_timeout_ends_what_takes_unusually_long(stand: Stand) -> Non
         for task in evals:
             task.is_eval = True
         scheduler.schedule(evals, "0/eval")
-        assert len(await scheduler.get_statuses("0/eval", timeout=WAIT_S)) == 4
+        assert len((await scheduler.get_results("0/eval", timeout=WAIT_S)).statuses) == 4
         pace = scheduler.state.pace
         assert (pace.total_running_time_s, pace.total_completed_sub_tasks) == (0.0, 0)
         scheduler.schedule(dummies(4, sleep_s=0.8), 1)
-        assert len(await scheduler.get_statuses(1, timeout=WAIT_S)) == 4
-        assert 2.4 <= scheduler.dynamic_timeout() < 60.0
-        assert scheduler.dynamic_timeout(0.5) == 0.5
+        assert len((await scheduler.get_results(1, timeout=WAIT_S)).statuses) == 4
+        assert 2.4 <= pace.limit_s() < 60.0
         scheduler.schedule(dummies(4, sleep_s=600.0), 2)
         result = await scheduler.get_results(2, timeout=WAIT_S)
         assert result.counts == Counts(4, 0, 4, 0)
@@ -240,31 +220,30 @@ def test_runner_states_tell_what_runs_where(stand: Stand, tmp_path: Path) -> Non
         for batch, repeat in enumerate((2, 3)):
             scheduler.schedule(dummies(1, repeat, sleep_s=0.3, notes=str(tmp_path)), batch)
             await until(tmp_path / f"started-{batch}-0")
-            (runner,) = scheduler.get_key_state("workflow_id")
-            seen.append(scheduler.get_runner_state(runner))
-            await scheduler.get_statuses(batch, timeout=WAIT_S)
-            assert scheduler.get_runner_state(runner)["terminate_time"] is not None
+            (lane,) = (lane for lane, state in scheduler.lanes.states().items() if state)
+            seen.append(scheduler.lanes.states()[lane])
+            await scheduler.get_results(batch, timeout=WAIT_S)
+            assert scheduler.lanes.states()[lane]["terminate_time"] is not None
         assert [s["workflow_id"] for s in seen] == ["0/0/0", "1/0/0"]
         assert [s["repeat_cnt"] for s in seen] == [2, 3]
         assert [s["terminate_time"] for s in seen] == [None, None]
         assert seen[0]["begin_time"] < seen[1]["begin_time"]
         assert all(s["running_time"] >= 0.0 for s in seen)
-        assert len(scheduler.get_all_state()) == SLOTS + RUNNER_LANES
-        assert scheduler.get_runner_state(99) == {}
-        assert "1/0/0" in scheduler.runners.render()
+        assert len(scheduler.lanes.states()) == SLOTS + RUNNER_LANES
 
     stand.run(body)
 
 
-def test_one_runner_can_be_used_outside_of_batches(stand: Stand, tmp_path: Path) -> None:
+def test_one_lane_can_be_used_outside_of_batches(stand: Stand) -> None:
     async def body(scheduler: Scheduler) -> None:
-        runner: RunnerWrapper = next(iter(scheduler.runners))
-        await runner.prepare()
-        (task,) = dummies(1, 3, fail_once=str(tmp_path / "failed"))
-        status, payload, runner_id, seconds = await runner.run_with_retry(task, 3)
-        assert status.ok
-        assert status.metrics[-1] == {"time/task_execution": seconds}
-        assert (rows([payload]), runner_id) == (3, runner.runner_id)
+        executor, (task,) = scheduler.executor, dummies(1, 3)
+        for lane in (0, SLOTS):  # beside an engine, and on a runner worker
+            spec = SubTaskSpec(task, 3, 0, WAIT_S, True, executor.settings, lane=lane)
+            outcome, payload = await executor.run_alone(spec)
+            assert outcome.status.ok
+            assert (rows([payload]), outcome.runner["runner_id"]) == (3, lane)
+        with pytest.raises(ValueError, match="no lane 99"):
+            await executor.run_alone(replace(spec, lane=99))
 
     stand.run(body)
 

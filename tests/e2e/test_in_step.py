@@ -13,10 +13,10 @@ from small_jobs import STEPS, SmallJobs
 
 from trinity_dask import Config
 from trinity_dask.buffer.store.experience_store import ExperienceStore
-from trinity_dask.explorer.processing import Processing
+from trinity_dask.explorer.coordinator import Processing
 from trinity_dask.explorer.rollout.subtask import RunnerSettings
 from trinity_dask.explorer.rollout.workflow_runner import WorkflowRunner
-from trinity_dask.explorer.tasks.taskset_reader import TasksetReader
+from trinity_dask.explorer.task_stream import TasksetReader
 from trinity_dask.launcher.specs import engine_specs
 from trinity_dask.models.protocol import WeightUpdate
 from trinity_dask.models.torch.engine import TorchEngine

@@ -9,7 +9,7 @@ import pytest
 
 from trinity_dask import load_config
 from trinity_dask.config import Config, ConfigError, split_stages
-from trinity_dask.explorer.benchmark import Benchmark
+from trinity_dask.explorer.evaluation import Benchmark
 from trinity_dask.trainer.checkpoints.checkpoint import write_checkpoint
 
 JOB = ("+experiment=sort_digits_tiny", "engine=torch")

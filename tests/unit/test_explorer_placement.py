@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from placement_support import shortest_s
 
-from trinity_dask.explorer.schedule.outcome import Outcome, Status
-from trinity_dask.explorer.schedule.places import ROLLOUT, Places
 from trinity_dask.explorer.schedule.policy import Cancel, SchedulePolicy, Submit
 from trinity_dask.explorer.schedule.state import SchedulerState
+from trinity_dask.explorer.schedule.tasks import AttemptOutcome, Status
+from trinity_dask.explorer.schedule.workers import ROLLOUT, Workers
 from trinity_dask.workflows import Task
 
-Latency = Callable[[int, float], float]  # place, load when it starts -> seconds
+Latency = Callable[[int, float], float]  # worker, load when it starts -> seconds
 
 
 class Simulation:
@@ -30,14 +30,14 @@ class Simulation:
         self.now = 0.0
         self.ends: list[tuple[float, int, float]] = []
         for index in range(n_engines):
-            self.follow(self.state.place_up(f"engine-{index}", slots, 0.0))
+            self.follow(self.state.worker_up(f"engine-{index}", slots, 0.0))
 
     def follow(self, instructions) -> None:
         for submit in instructions:
             assert not isinstance(submit, Cancel)
             if isinstance(submit, Submit):
-                place = self.state.places[submit.place]
-                seconds = self.latency(int(submit.place[7:]), len(place.running))
+                worker = self.state.workers[submit.worker]
+                seconds = self.latency(int(submit.worker[7:]), len(worker.running))
                 heapq.heappush(self.ends, (self.now + seconds, submit.attempt_id, seconds))
 
     def schedule(self, batch: int, n: int) -> None:
@@ -49,7 +49,7 @@ class Simulation:
         assert due is not None
         if self.ends and self.ends[0][0] <= due:
             self.now, attempt, seconds = heapq.heappop(self.ends)
-            outcome = Outcome(Status(1, 1, [{}]), (), seconds)
+            outcome = AttemptOutcome(Status(1, 1, [{}]), (), seconds)
             self.follow(self.state.finished(attempt, outcome, b"", self.now))
         else:
             self.now = due
@@ -69,7 +69,7 @@ class Simulation:
 @pytest.mark.parametrize("n", [8, 20, 40, 64, 100])
 @pytest.mark.parametrize("speeds", [[1.0, 3.0], [1.0, 1.0, 3.0], [1.0, 3.0, 3.0], [1.0, 2.0]])
 def test_engines_of_unequal_speed_finish_a_batch_together(slots, n, speeds):
-    simulation = Simulation(slots, lambda place, load: speeds[place], len(speeds))
+    simulation = Simulation(slots, lambda worker, load: speeds[worker], len(speeds))
     simulation.run(0, 4 * slots * len(speeds))  # the speeds are learned
     for batch in (1, 2, 3):
         assert simulation.run(batch, n) <= 1.15 * shortest_s(n, slots, speeds)
@@ -77,22 +77,22 @@ def test_engines_of_unequal_speed_finish_a_batch_together(slots, n, speeds):
 
 @pytest.mark.parametrize(("slots", "n"), [(1, 32), (4, 64), (4, 128)])
 def test_the_first_batch_already_is_close_to_the_ideal(slots, n):
-    simulation = Simulation(slots, lambda place, load: (1.0, 3.0)[place], 2)
+    simulation = Simulation(slots, lambda worker, load: (1.0, 3.0)[worker], 2)
     assert simulation.run(0, n) <= 1.15 * shortest_s(n, slots, [1.0, 3.0])
 
 
 def test_engines_that_slow_down_under_load_share_equally():
-    simulation = Simulation(64, lambda place, load: 1 + load / 8, 4)
+    simulation = Simulation(64, lambda worker, load: 1 + load / 8, 4)
     simulation.run(0, 256)
     simulation.schedule(1, 64)
-    running = [len(place.running) for place in simulation.state.places]
+    running = [len(worker.running) for worker in simulation.state.workers]
     assert max(running) - min(running) <= 1
 
 
 def test_the_noise_of_long_tailed_latencies_leaves_no_engine_idle():
     draws = np.random.default_rng(0)
     sigma = np.log(10) / 2.326  # median 1 s, 99th percentile 10 s
-    simulation = Simulation(16, lambda place, load: float(draws.lognormal(0, sigma)), 4)
+    simulation = Simulation(16, lambda worker, load: float(draws.lognormal(0, sigma)), 4)
     simulation.schedule(0, 400)
     busy = 0.0
     while len(simulation.state.pending) > 64:
@@ -105,21 +105,21 @@ def test_the_noise_of_long_tailed_latencies_leaves_no_engine_idle():
 
 def test_a_place_has_lanes():
     with pytest.raises(ValueError, match="has 0 lanes"):
-        Places().up("engine-0", 0, "rollout")
+        Workers().up("engine-0", 0, "rollout")
 
 
 def test_one_stall_of_all_it_runs_does_not_make_a_place_slow():
     """Half a batch ran while the worker stood still; the next batch still goes to both."""
-    places = Places()
+    workers = Workers()
     for name in ("engine-0", "engine-1"):
-        place = places.up(name, 256, ROLLOUT)
+        worker = workers.up(name, 256, ROLLOUT)
         for _ in range(256):
-            place.observe(0.30)
+            worker.observe(0.30)
     for _ in range(32):
-        places["engine-1"].observe(0.55)
+        workers["engine-1"].observe(0.55)
     taken = {"engine-0": 0, "engine-1": 0}
     for waiting in range(64, 0, -1):
-        place = places.choose(ROLLOUT, waiting, now=0.0)
-        place.take(0.0)
-        taken[place.name] += 1
+        worker = workers.choose(ROLLOUT, waiting, now=0.0)
+        worker.take(0.0)
+        taken[worker.name] += 1
     assert taken == {"engine-0": 32, "engine-1": 32}

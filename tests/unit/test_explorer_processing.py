@@ -9,7 +9,7 @@ import numpy as np
 from trinity_dask.config.schema import Config
 from trinity_dask.experience import EID, Experience
 from trinity_dask.experience.payload import encode
-from trinity_dask.explorer.processing import Processing
+from trinity_dask.explorer.coordinator import Processing
 
 
 def payload(task: int, base: int) -> bytes:

@@ -14,8 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity_dask.explorer.schedule.outcome import Outcome, RunError, Status
-from trinity_dask.explorer.schedule.places import NO_PLACE, RUNNER
 from trinity_dask.explorer.schedule.policy import (
     Cancel,
     Emit,
@@ -25,17 +23,23 @@ from trinity_dask.explorer.schedule.policy import (
     Submit,
 )
 from trinity_dask.explorer.schedule.state import RECALLED, WORKER_LOST, SchedulerState
-from trinity_dask.explorer.schedule.tasks import Counts, sort_batch_id
-from trinity_dask.explorer.schedule.waits import BatchWaits
+from trinity_dask.explorer.schedule.tasks import (
+    AttemptOutcome,
+    Counts,
+    RunError,
+    Status,
+    sort_batch_id,
+)
+from trinity_dask.explorer.schedule.workers import NO_WORKER, RUNNER
 from trinity_dask.workflows import Task
 
 ERROR = RunError("ValueError", "boom")
 
 
-def outcome(completed: int, total: int, retryable: bool = True) -> Outcome:
+def outcome(completed: int, total: int, retryable: bool = True) -> AttemptOutcome:
     metrics = [{"reward": float(i)} for i in range(completed)]
     status = Status(completed, total, metrics, None if completed == total else str(ERROR))
-    return Outcome(status, (ERROR,) * (total - completed), 0.5, retryable)
+    return AttemptOutcome(status, (ERROR,) * (total - completed), 0.5, retryable)
 
 
 def tasks(n: int, repeat_times: int = 1, is_eval: bool = False) -> list[Task]:
@@ -46,11 +50,11 @@ def submitted(instructions) -> list[Submit]:
     return [i for i in instructions if isinstance(i, Submit)]
 
 
-def make(slots: int = 4, places: int = 1, group: str = "rollout", **policy) -> SchedulerState:
-    """With ``slots`` lanes at each of the places engine-0, engine-1, ..."""
+def make(slots: int = 4, workers: int = 1, group: str = "rollout", **policy) -> SchedulerState:
+    """With ``slots`` lanes at each of the workers engine-0, engine-1, ..."""
     state = SchedulerState(SchedulePolicy(**policy))
-    for index in range(places):
-        state.place_up(f"engine-{index}", slots, 0.0, group)
+    for index in range(workers):
+        state.worker_up(f"engine-{index}", slots, 0.0, group)
     return state
 
 
@@ -242,7 +246,7 @@ def test_a_batch_that_no_worker_takes_ends_at_its_deadline_and_says_why():
     state.tick(50.0)
     result = state.drain(1)
     assert result.counts == Counts(2, 0, 0, 2)
-    assert result.first_error.type == NO_PLACE
+    assert result.first_error.type == NO_WORKER
 
 
 def test_the_dynamic_timeout_follows_training_sub_tasks_and_leaves_evals_alone():
@@ -289,18 +293,17 @@ def test_fast_failures_never_lower_the_dynamic_timeout():
 
 def test_tasks_without_a_good_run_do_not_count_for_the_minimum_of_over_rollout():
     state = make(slots=4, max_attempts=1)
-    waits = BatchWaits(state)
     one, two, three, four = submitted(state.schedule(1, tasks(4, 2), 0.0))
     for failed in (one, two):
         state.finished(failed.attempt_id, outcome(0, 2), b"", 1.0)
-    assert not waits.enough(1, 1)
+    assert not state.enough(1, 1)
     state.finished(three.attempt_id, outcome(1, 2), b"one", 1.0)
-    assert waits.enough(1, 1)
-    assert not waits.enough(1, 2)
-    assert not waits.complete(1)
+    assert state.enough(1, 1)
+    assert not state.enough(1, 2)
+    assert not state.enough(1)
     state.finished(four.attempt_id, outcome(0, 2), b"", 1.0)
-    assert not waits.enough(1, 2)
-    assert waits.complete(1)  # nothing more comes: the wait ends
+    assert state.batches[1].completed_tasks == 1
+    assert state.enough(1)  # nothing more comes: the wait ends
     assert [s.completed_runs for s in state.drain(1).statuses] == [0, 0, 1, 0]
 
 
@@ -346,7 +349,7 @@ def test_attempts_of_a_batch_that_is_cut_bring_the_runs_they_have():
     assert [i.attempt_id for i in instructions if isinstance(i, Recall)] == [group.attempt_id]
     assert state.batches[1].counts == Counts(6, 0, 0, 2)  # one running, one waiting
     late = RunError(RECALLED, "late")
-    report = Outcome(Status(1, 4, [{"reward": 1.0}]), (ERROR, late, late), 0.5)
+    report = AttemptOutcome(Status(1, 4, [{"reward": 1.0}]), (ERROR, late, late), 0.5)
     assert state.finished(group.attempt_id, report, b"one", 2.0) == [Emit(1, True)]
     result = state.drain(1)
     assert result.counts == Counts(6, 1, 1, 4)
@@ -362,79 +365,79 @@ def test_attempts_that_do_not_answer_a_recall_are_cancelled():
     assert state.drain(1).counts == Counts(4, 0, 0, 4)
 
 
-# --- places -------------------------------------------------------------------------------
+# --- workers -------------------------------------------------------------------------------
 def test_fault_13_a_dead_worker_costs_its_own_sub_tasks_one_attempt_and_nobody_else_any():
-    state = make(slots=2, places=2, max_attempts=2)
+    state = make(slots=2, workers=2, max_attempts=2)
     out = submitted(state.schedule(1, tasks(6), 0.0))
-    dead = [s for s in out if s.place == "engine-0"]
+    dead = [s for s in out if s.worker == "engine-0"]
     assert len(dead) == 2
-    instructions = state.place_lost("engine-0", 1.0)
+    instructions = state.worker_lost("engine-0", 1.0)
     assert {i.attempt_id for i in instructions} == {s.attempt_id for s in dead}
     assert state.batches[1].retries == 2
     # its sub-tasks are the next ones, in their order, on the worker that is left
-    (survivor, _) = [s for s in out if s.place == "engine-1"]
+    (survivor, _) = [s for s in out if s.worker == "engine-1"]
     after = state.finished(survivor.attempt_id, outcome(1, 1), b"p", 2.0)
     assert runs_of(after) == [runs_of([dead[0]])[0]]
-    again = submitted(state.place_up("engine-0", 2, 3.0))
+    again = submitted(state.worker_up("engine-0", 2, 3.0))
     assert runs_of(again)[0] == runs_of([dead[1]])[0]
 
 
 def test_a_worker_that_dies_with_every_attempt_fails_its_sub_task_in_the_end():
     state = make(slots=1, max_attempts=2)
     state.schedule(1, tasks(1), 0.0)
-    state.place_lost("engine-0", 1.0)
-    state.place_up("engine-0", 1, 2.0)
-    assert Emit(1, True) in state.place_lost("engine-0", 3.0)
+    state.worker_lost("engine-0", 1.0)
+    state.worker_up("engine-0", 1, 2.0)
+    assert Emit(1, True) in state.worker_lost("engine-0", 3.0)
     result = state.drain(1)
     assert result.counts == Counts(1, 0, 1, 0)
     assert result.failures == {WORKER_LOST: 1}
 
 
 def test_equal_workers_share_the_work_equally():
-    state = make(slots=16, places=4)
+    state = make(slots=16, workers=4)
     out = submitted(state.schedule(1, tasks(20), 0.0))
-    assert Counter(s.place for s in out) == {f"engine-{i}": 5 for i in range(4)}
+    assert Counter(s.worker for s in out) == {f"engine-{i}": 5 for i in range(4)}
 
 
 def test_runner_ids_belong_to_one_lane_of_one_worker():
-    state = make(slots=2, places=2)
+    state = make(slots=2, workers=2)
     out = submitted(state.schedule(1, tasks(4), 0.0))
-    lanes = {s.runner_id: s.place for s in out}
+    lanes = {s.lane: s.worker for s in out}
     assert sorted(lanes) == [0, 1, 2, 3]
-    state.place_lost("engine-1", 1.0)
-    again = submitted(state.place_up("engine-1", 2, 2.0))
-    assert all(lanes[s.runner_id] == s.place for s in again)
+    state.worker_lost("engine-1", 1.0)
+    again = submitted(state.worker_up("engine-1", 2, 2.0))
+    assert all(lanes[s.lane] == s.worker for s in again)
 
 
-def measured(state: SchedulerState, place: str, seconds: float) -> None:
+def measured(state: SchedulerState, worker: str, seconds: float) -> None:
     for _ in range(8):
-        state.places[place].observe(seconds)
+        state.workers[worker].observe(seconds)
 
 
 def test_near_the_end_a_slow_worker_is_left_idle_and_taken_if_the_fast_one_stops():
-    state = make(slots=1, places=2)
+    state = make(slots=1, workers=2)
     measured(state, "engine-0", 1.0)
     measured(state, "engine-1", 3.0)
     out = submitted(state.schedule(1, tasks(2), 0.0))
     # the second task ends at 2 on the fast one, at 3 on the slow one
-    assert [s.place for s in out] == ["engine-0"]
+    assert [s.worker for s in out] == ["engine-0"]
     assert state.next_deadline() == pytest.approx(1.0)
     assert submitted(state.tick(1.0)) == []
-    assert [s.place for s in submitted(state.tick(6.0))] == ["engine-1"]
+    assert [s.worker for s in submitted(state.tick(6.0))] == ["engine-1"]
 
 
 def test_a_slow_worker_takes_what_the_fast_one_could_not_have_done_by_then():
-    state = make(slots=1, places=2)
+    state = make(slots=1, workers=2)
     measured(state, "engine-0", 1.0)
     measured(state, "engine-1", 3.0)
     out = submitted(state.schedule(1, tasks(8), 0.0))
-    assert [s.place for s in out] == ["engine-0", "engine-1"]
+    assert [s.worker for s in out] == ["engine-0", "engine-1"]
 
 
 # --- runner workers -----------------------------------------------------------------------
 def on_runners(slots: int, **policy) -> SchedulerState:
     state = SchedulerState(SchedulePolicy(attempt_timeout_s=5, attempt_slack_s=1, **policy))
-    state.place_up("runner-0", slots, 0.0, RUNNER)
+    state.worker_up("runner-0", slots, 0.0, RUNNER)
     return state
 
 
@@ -452,7 +455,7 @@ def test_fault_10_what_does_not_end_is_killed_and_its_neighbours_lose_nothing():
     assert Cancel(stuck.attempt_id) in instructions
     assert state.drain(1).failures == {"AttemptTimeout": 1}
     # the neighbour has had its only attempt, and gets it again
-    (again,) = submitted(state.place_up("runner-0", 2, 7.0, RUNNER))
+    (again,) = submitted(state.worker_up("runner-0", 2, 7.0, RUNNER))
     state.finished(again.attempt_id, outcome(1, 1), b"p", 8.0)
     assert state.drain(2).counts == Counts(1, 1, 0, 0)
 
@@ -462,7 +465,7 @@ def test_a_runner_that_reports_left_over_threads_is_killed():
     late, _ = submitted(state.schedule(1, tasks(2), 0.0, to_runner))
     report = replace(outcome(0, 1), runner={"abandoned_threads": 1})
     assert Restart("runner-0") in state.finished(late.attempt_id, report, b"", 5.0)
-    assert submitted(state.place_up("runner-0", 2, 6.0, RUNNER))[0].sub_task.attempts == 1
+    assert submitted(state.worker_up("runner-0", 2, 6.0, RUNNER))[0].sub_task.attempts == 1
 
 
 def test_a_batch_that_is_late_has_its_blocked_runners_killed():
@@ -475,15 +478,15 @@ def test_a_batch_that_is_late_has_its_blocked_runners_killed():
 
 def test_a_workflow_nobody_has_looked_at_waits_and_then_goes_where_it_belongs():
     state = on_runners(1)
-    state.place_up("engine-0", 1, 0.0)
+    state.worker_up("engine-0", 1, 0.0)
     assert state.schedule(1, tasks(1), 0.0, lambda task: "") == []
     (out,) = submitted(state.route("w", RUNNER, 1.0))
-    assert out.place == "runner-0"
+    assert out.worker == "runner-0"
 
 
 # --- in-flight state ----------------------------------------------------------------------
 def test_ten_thousand_tasks_leave_nothing_behind():
-    state = make(slots=16, places=2)
+    state = make(slots=16, workers=2)
     pool = tasks(100)
     for batch in range(100):
         out = submitted(state.schedule(batch, pool, float(batch)))
@@ -569,7 +572,7 @@ class Driver:
     def step(self, kind: str, number: int) -> None:
         state, now = self.state, self.now
         attempts = list(self.out)
-        place = sorted(PLACES)[number % len(PLACES)]
+        worker = sorted(PLACES)[number % len(PLACES)]
         if kind == "schedule":
             self._schedule(number)
         elif kind == "limit":
@@ -593,10 +596,10 @@ class Driver:
             self.now += number
             self.follow(state.tick(self.now))
         elif kind == "lost":
-            self.follow(state.place_lost(place, now))
-            self.down.add(place)
+            self.follow(state.worker_lost(worker, now))
+            self.down.add(worker)
         elif kind == "up":
-            self._up(place)
+            self._up(worker)
         elif kind == "route":
             self.follow(state.route("w", sorted(set(PLACES.values()))[number % 2], now))
         elif self.gone and kind == "stuck":  # a report of an attempt that is not out any more
@@ -607,7 +610,7 @@ class Driver:
 
     def _up(self, name: str) -> None:
         self.down.discard(name)
-        self.follow(self.state.place_up(name, self.slots, self.now, PLACES[name]))
+        self.follow(self.state.worker_up(name, self.slots, self.now, PLACES[name]))
 
     def _schedule(self, number: int) -> None:
         self.batch += 1
@@ -638,22 +641,22 @@ class Driver:
             elif isinstance(instruction, Recall):
                 self.recalled.add(instruction.attempt_id)
             elif isinstance(instruction, Restart):
-                assert PLACES[instruction.place] == "runner"
-                self.down.add(instruction.place)
+                assert PLACES[instruction.worker] == "runner"
+                self.down.add(instruction.worker)
         for submit in submitted(instructions):
             if submit.attempt_id in self.state.running:  # else given up in the same breath
                 assert submit.attempt_id not in self.out
-                assert submit.place not in self.down
-                assert PLACES[submit.place] == submit.sub_task.group
+                assert submit.worker not in self.down
+                assert PLACES[submit.worker] == submit.sub_task.group
                 self.out[submit.attempt_id] = submit
 
     def check(self) -> None:
         state = self.state
         assert set(self.out) == set(state.running)
-        lanes = [a.runner_id for a in state.running.values() if not a.ended]
+        lanes = [a.lane for a in state.running.values() if not a.ended]
         assert len(lanes) == len(set(lanes)) == state.busy
-        for place in state.places:
-            assert len(place.running) <= self.slots
+        for worker in state.workers:
+            assert len(worker.running) <= self.slots
         for batch_id, batch in state.batches.items():
             assert batch.counts.scheduled == self.runs[batch_id]
             assert batch.counts.in_flight >= 0

@@ -15,11 +15,10 @@ from trinity_dask.config.schema import Config, TasksetConfig
 from trinity_dask.explorer.batches import (
     refill_id,
     signature,
-    step_of,
     train_batch_id,
+    train_step_of,
 )
-from trinity_dask.explorer.tasks.task_stream import TaskStream
-from trinity_dask.explorer.tasks.taskset_reader import TasksetReader
+from trinity_dask.explorer.task_stream import TasksetReader, TaskStream
 
 ROWS, BATCH, STEPS, WINDOW = 7, 2, 9, 2  # epochs end inside of batches
 
@@ -140,7 +139,7 @@ def test_names_of_batches() -> None:
     assert train_batch_id(12, "a@b") == "12@a@b"
     assert refill_id(12, 1) == "12+1"
     assert refill_id("12@e", 2) == "12+2@e"
-    assert step_of(12, None) == 12
-    assert step_of("12@e", "e") == 12
-    assert [step_of(b, "e") for b in (12, "12@f", "12+1@e", "eval", "12")] == [None] * 5
-    assert [step_of(b, None) for b in ("12@e", "12+1", "name")] == [None] * 3
+    assert train_step_of(12, None) == 12
+    assert train_step_of("12@e", "e") == 12
+    assert [train_step_of(b, "e") for b in (12, "12@f", "12+1@e", "eval", "12")] == [None] * 5
+    assert [train_step_of(b, None) for b in ("12@e", "12+1", "name")] == [None] * 3

@@ -12,9 +12,8 @@ from trinity_dask.cluster.loop_watch import LoopWatch
 from trinity_dask.demo.tokenizer import ascii_tokenizer
 from trinity_dask.experience.payload import decode
 from trinity_dask.experience.schema import from_table
-from trinity_dask.explorer.rollout.running import bounded
-from trinity_dask.explorer.rollout.workflow_runner import WorkflowRunner
-from trinity_dask.explorer.schedule.outcome import Outcome
+from trinity_dask.explorer.rollout.workflow_runner import WorkflowRunner, run_bounded
+from trinity_dask.explorer.schedule.tasks import AttemptOutcome
 from trinity_dask.models.fake_engine import FakeEngine
 from trinity_dask.models.protocol import EngineSpec
 from trinity_dask.models.wrapper import ModelWrapper
@@ -133,8 +132,7 @@ def make_runner(mode="asynchronous", enable_history=False):
 
 
 def unpack(payload):
-    table, header = decode(payload)
-    return Outcome.from_header(header), from_table(table)
+    return AttemptOutcome.of_payload(payload), from_table(decode(payload)[0])
 
 
 def simple(reward="length", **more):
@@ -479,7 +477,7 @@ def test_runners_are_lanes_and_a_given_id_is_kept():
         slow = Task("async_one", raw_task={"sleep_s": 0.2})
         await asyncio.gather(*(runner.run_task(slow, 1, 1, 0) for _ in range(2)))
         await runner.run_task(Task("async_one"), 2, 1, 0)
-        _, payload = await runner.run_task(Task("async_one"), 3, 1, 0, runner_id=17)
+        _, payload = await runner.run_task(Task("async_one"), 3, 1, 0, lane_number=17)
         return runner.get_runner_state(), unpack(payload)[0]
 
     lanes, outcome = asyncio.run(main())
@@ -586,7 +584,6 @@ def test_a_blocking_thread_is_left_behind_and_counted(mode):
         outcome, _ = run(Task("stuck"), n=2, mode=mode, timeout_s=0.3)
         assert {e.type for e in outcome.errors} <= {"StuckThread", "TimeoutError"}
         assert outcome.runner["abandoned_threads"] >= 1
-        assert outcome.restart_runner
     finally:
         release.set()
 
@@ -639,7 +636,7 @@ def test_code_that_ends_the_process_costs_its_run_and_not_the_worker(mode, where
 
 def test_a_cancelled_caller_of_a_workflow_is_cancelled():
     async def main():
-        call = asyncio.ensure_future(bounded(asyncio.Event().wait(), 60.0, "x"))
+        call = asyncio.ensure_future(run_bounded(asyncio.Event().wait, 60.0, "x"))
         await asyncio.sleep(0)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):

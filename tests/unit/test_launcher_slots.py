@@ -46,8 +46,8 @@ def test_the_lanes_of_runner_workers_come_on_top_of_those_of_engines(
     with pytest.raises(Started):
         asyncio.run(main())
     (state,) = found
-    state.place_up("engine-0", 2, 0.0, "rollout")
-    state.place_up("runner-0", 3, 0.0, "runner")
+    state.worker_up("engine-0", 2, 0.0, "rollout")
+    state.worker_up("runner-0", 3, 0.0, "runner")
     state.schedule(1, [Task("beside") for _ in range(4)], 0.0, lambda task: "rollout")
     state.schedule(2, [Task("blocking") for _ in range(4)], 0.0, lambda task: "runner")
     assert state.busy == 5

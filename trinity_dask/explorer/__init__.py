@@ -10,8 +10,8 @@ import importlib
 from typing import Any
 
 _LAZY = {
-    "Explorer": "trinity_dask.explorer.explorer",
-    "RolloutCoordinator": "trinity_dask.explorer.rollout_coordinator",
+    "Coordinator": "trinity_dask.explorer.coordinator",
+    "ExploreLoop": "trinity_dask.explorer.loop",
     "Scheduler": "trinity_dask.explorer.schedule.scheduler",
     "WorkflowRunner": "trinity_dask.explorer.rollout.workflow_runner",
 }

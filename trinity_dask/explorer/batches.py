@@ -1,16 +1,19 @@
-"""The record of a batch between its submission and the end of its finalisation, and its name.
+"""Batches by name, their record while they live, and the window of those not yet committed.
 
 Invariant: a batch id names one batch of a store for ever. The explorer of a job that has one
 numbers its batches; when several explorers share a store each signs its own
-(``"12@explorer1"``), so that ids never collide. A refill of batch 12 is ``"12+1"``.
+(``"12@explorer1"``), so that ids never collide. A refill of batch 12 is ``"12+1"``. Batches are
+committed in the order of their steps, so the last manifest says how far exploration is; one
+that failed fails everything after it, and nothing before it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Optional
 
@@ -52,7 +55,7 @@ def refill_id(batch_id: BatchId, number: int) -> str:
     return f"{step}+{number}{at}{signed}"
 
 
-def step_of(batch_id: BatchId, signed: Optional[str]) -> Optional[int]:
+def train_step_of(batch_id: BatchId, signed: Optional[str]) -> Optional[int]:
     """The step of a train batch signed by ``signed``; None for a batch of someone else."""
     if isinstance(batch_id, int):
         return batch_id if signed is None else None
@@ -64,13 +67,18 @@ def step_of(batch_id: BatchId, signed: Optional[str]) -> Optional[int]:
 
 @dataclass
 class Batch:
-    """One batch. ``refill`` reads further tasks when too few groups are left to commit."""
+    """One batch between its submission and the end of its finalisation.
+
+    Without ``min_wait_num`` finished tasks it is not finalised (None: without all). ``meta``
+    is stored with its commit; ``refill`` reads further tasks when too few groups are left to
+    commit; ``feedback`` takes the pipeline's ``selector_metric``.
+    """
 
     batch_id: BatchId
     batch_type: str
     task_count: int
-    min_wait_num: Optional[int]
-    meta: Meta
+    min_wait_num: Optional[int] = None
+    meta: Meta = dict
     refill: Optional[Refill] = None
     feedback: Optional[Feedback] = None
     state: RolloutState = RolloutState.PENDING
@@ -79,45 +87,33 @@ class Batch:
     refills: int = 0
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
+
+class BatchWindow:
+    """At most ``limit`` batches; ``finish(step)`` waits for a batch and commits it."""
+
+    def __init__(self, limit: int, finish: Callable[[int], Awaitable[None]]) -> None:
+        self.limit = limit
+        self._finish = finish
+        self.tasks: deque[asyncio.Task[None]] = deque()  # in the order of their steps
+
+    def add(self, step: int) -> None:
+        """Batch ``step`` was submitted; it is finished after the one before it."""
+        previous = self.tasks[-1] if self.tasks else None
+
+        async def commit() -> None:
+            if previous is not None:
+                await asyncio.shield(previous)
+            await self._finish(step)
+
+        self.tasks.append(asyncio.ensure_future(commit()))
+
+    async def shrink_to(self, n: int) -> None:
+        """Wait until at most ``n`` batches are not committed."""
+        while len(self.tasks) > n:
+            # removed only afterwards: a cancelled wait must not lose sight of the batch
+            await asyncio.shield(self.tasks[0])
+            self.tasks.popleft()
+
     @property
-    def wanted_tasks(self) -> int:
-        """Finished tasks without which the batch is not finalised."""
-        return self.task_count if self.min_wait_num is None else self.min_wait_num
-
-    def collect(self, part: BatchResult) -> None:
-        """Keep what a call of the scheduler returned beside what earlier ones did."""
-        before = self.collected
-        if before is not None:
-            part = replace(
-                part,
-                statuses=[*before.statuses, *part.statuses],
-                payloads=[*before.payloads, *part.payloads],
-            )
-        self.collected = part
-
-    def add(self, other: BatchResult) -> None:
-        """Add what another batch (a refill) came to."""
-        mine = self.collected
-        assert mine is not None
-        failures = dict(mine.failures)
-        for kind, number in other.failures.items():
-            failures[kind] = failures.get(kind, 0) + number
-        self.collected = replace(
-            mine,
-            statuses=[*mine.statuses, *other.statuses],
-            payloads=[*mine.payloads, *other.payloads],
-            counts=mine.counts + other.counts,
-            failures=failures,
-            first_error=mine.first_error or other.first_error,
-            retries=mine.retries + other.retries,
-        )
-
-
-def eval_prefix(batch_id: BatchId, verb: str = "eval") -> str:
-    """``eval/<name>`` of an eval batch called ``"<step>/<name>"``."""
-    return f"{verb}/{str(batch_id).partition('/')[2] or batch_id}"
-
-
-def no_meta() -> dict[str, Any]:
-    """For batches that are not committed."""
-    return {}
+    def uncommitted(self) -> int:
+        return sum(not task.done() for task in self.tasks)

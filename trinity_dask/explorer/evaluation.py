@@ -1,25 +1,39 @@
-"""Evaluations: every eval taskset as one batch on the weights that the engines hold.
+"""Evaluations of the weights that the engines hold, and of a job's checkpoints.
 
 Invariant: the results are logged at the step at which they were asked for, with the model
-version that answered; an evaluation that failed whole says why.
+version that answered; an evaluation that failed whole says why. A benchmark only reads the
+job's own state. A checkpoint counts as done when its results are in ``benchmark_meta.json``,
+which is written after each one; results of other settings (tasks, sampling, engine) do not
+count.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import logging
 import time
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Optional
 
+from trinity_dask.config.schema import Config
 from trinity_dask.explorer.batches import EVAL
-from trinity_dask.explorer.rollout_coordinator import RolloutCoordinator
-from trinity_dask.explorer.tasks.taskset_reader import TasksetReader
+from trinity_dask.explorer.coordinator import BatchFailed, Coordinator
+from trinity_dask.explorer.engine_weights import EngineWeights
+from trinity_dask.explorer.task_stream import TasksetReader
+from trinity_dask.files import read_json, write_json
 from trinity_dask.monitor.monitor import Monitor
+from trinity_dask.monitor.scores import BENCHMARK_FILE
+from trinity_dask.trainer.checkpoints.checkpoint import complete_checkpoints, step_of
 
 log = logging.getLogger("trinity_dask.explorer")
 
 Point = tuple[int, int]  # step and model version
 NEVER: Point = (-1, -1)
+Target = tuple[int, Optional[Path]]  # step, checkpoint; None is the model the stage starts from
 
 
 class Evaluations:
@@ -28,7 +42,7 @@ class Evaluations:
     def __init__(
         self,
         reader: TasksetReader,
-        coordinator: RolloutCoordinator,
+        coordinator: Coordinator,
         monitor: Monitor,
         verb: str = "eval",
     ) -> None:
@@ -61,11 +75,13 @@ class Evaluations:
 
     async def _finish(self, step: int, name: str, version: int) -> dict[str, Any]:
         started = time.monotonic()
-        result = await self._coordinator.finalize_eval_batch(f"{step}/{name}")
+        result = await self._coordinator.finalize_batch(f"{step}/{name}", EVAL)
         metrics = dict(result["metrics"])
-        score = headline(metrics, f"{self.verb}/{name}")
-        if score is not None:
-            self.scores = {**self.scores, name: score}
+        # the one number of an evaluation: mean accuracy if there is one, else mean reward
+        prefixes = [f"{self.verb}/{name}/{kind}/mean@" for kind in ("accuracy", "reward")]
+        scores = [v for p in prefixes for key, v in metrics.items() if key.startswith(p)]
+        if scores:
+            self.scores = {**self.scores, name: scores[0]}
         if result["error"] is not None:
             log.warning("nothing of %s/%s succeeded: %s", self.verb, name, result["error"])
         metrics[f"{self.verb}/{name}/model_version"] = float(version)
@@ -74,10 +90,74 @@ class Evaluations:
         return {**result, "metrics": metrics}
 
 
-def headline(metrics: dict[str, float], prefix: str) -> Optional[float]:
-    """The one number of an evaluation: mean accuracy if there is one, else mean reward."""
-    for metric in ("accuracy", "reward"):
-        for key, value in metrics.items():
-            if key.startswith(f"{prefix}/{metric}/mean@"):
-                return value
-    return None
+class Benchmark:
+    """All checkpoints in the order of their steps, the start model first (step 0), or the newest.
+
+    ``explorer.bench_on_latest_checkpoint`` and ``explorer.eval_on_startup`` choose.
+    """
+
+    def __init__(self, cfg: Config, evals: Evaluations, weights: EngineWeights) -> None:
+        self.cfg = cfg
+        self._evals = evals
+        self._weights = weights
+        self._file = Path(str(cfg.job_dir)) / BENCHMARK_FILE
+
+    async def run(self) -> AsyncIterator[int]:
+        """Evaluate what is not done yet; yields each step when its results are saved.
+
+        Raises:
+            FileNotFoundError: there is nothing to evaluate.
+            BatchFailed: no run of an eval taskset succeeded.
+        """
+        meta = await asyncio.to_thread(read_json, self._file) or {}
+        settings, results = self._settings(), {}
+        if self.cfg.continue_from_checkpoint and meta.get("settings") == settings:
+            results = dict(meta["results"])
+        targets = await asyncio.to_thread(self.targets)
+        if not targets:
+            raise FileNotFoundError(
+                f"{self._file.parent} has no complete checkpoint to evaluate, and "
+                "explorer.eval_on_startup=false leaves out the start model"
+            )
+        for step, checkpoint in targets:
+            if str(step) in results:
+                log.info("step %d is benchmarked already: %s", step, self._file)
+                continue
+            results[str(step)] = await self._evaluate(step, checkpoint)
+            meta = {"latest_iteration": step, "settings": settings, "results": results}
+            await asyncio.to_thread(write_json, self._file, meta)
+            yield step
+
+    def targets(self) -> list[Target]:
+        """What is to be evaluated, in order."""
+        found = complete_checkpoints(self._file.parent)
+        steps: list[Target] = [(step_of(path) or 0, path) for path in found]
+        if self.cfg.explorer.bench_on_latest_checkpoint:
+            return steps[-1:]
+        start: list[Target] = [(0, None)] if self.cfg.explorer.eval_on_startup else []
+        return start + [target for target in steps if target[0] > 0]
+
+    async def _evaluate(self, step: int, checkpoint: Optional[Path]) -> dict[str, float]:
+        if checkpoint is not None:
+            await self._weights.load(step, checkpoint)
+        await self._evals.start(step, step)
+        metrics: dict[str, float] = {}
+        for result in await self._evals.wait():
+            if result["error"] is not None:
+                raise BatchFailed(
+                    f"no run of eval batch {result['batch_id']!r} succeeded; first error: "
+                    f"{result['error']}"
+                )
+            metrics |= result["metrics"]
+        return metrics
+
+    def _settings(self) -> str:
+        """A fingerprint of what the numbers depend on besides the checkpoint."""
+        cfg = self.cfg
+        parts = {
+            "eval": [asdict(taskset) for taskset in cfg.buffer.explorer_input.eval_tasksets],
+            "model": asdict(cfg.model),
+            "engine": [cfg.explorer.rollout_model.engine_type, cfg.explorer.rollout_model.seed],
+        }
+        text = json.dumps(parts, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]

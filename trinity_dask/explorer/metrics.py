@@ -58,10 +58,8 @@ def task_metrics(
 ) -> dict[str, float]:
     """Metrics of a task from those of its runs (``seconds``: how long each sub-task took)."""
     dicts = [*runs, *({TIME_TASK: value} for value in seconds)]
-    return _eval_task_metrics(dicts) if is_eval else reduce_metrics(dicts)
-
-
-def _eval_task_metrics(dicts: Iterable[Metrics]) -> dict[str, float]:
+    if not is_eval:
+        return reduce_metrics(dicts)
     result: dict[str, float] = {}
     for key, values in collect(dicts).items():
         name, how = split_key(key)
@@ -81,20 +79,13 @@ def repeated_statistics(values: Sequence[float]) -> dict[str, float]:
     array = np.asarray(values, dtype=np.float64)
     n = len(array)
     result = {f"mean@{n}": float(array.mean()), f"std@{n}": float(array.std())}
-    for k in _subset_sizes(n):
+    # 2, 4, 8, ... below n, and n
+    sizes = [2**i for i in range(1, n.bit_length()) if 2**i < n]
+    for k in [*sizes, n] if n > 1 else []:
         draws = array[_bootstrap_indices(n, k)]
         result[f"best@{k}"] = float(draws.max(axis=1).mean())
         result[f"worst@{k}"] = float(draws.min(axis=1).mean())
     return result
-
-
-def _subset_sizes(n: int) -> list[int]:
-    sizes = []
-    k = 2
-    while k < n:
-        sizes.append(k)
-        k *= 2
-    return [*sizes, n] if n > 1 else []
 
 
 @lru_cache(maxsize=256)

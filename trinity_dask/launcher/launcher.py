@@ -183,7 +183,7 @@ def _preparing() -> asyncio.Lock:
 
 def _read_tasks(stage: Config) -> None:
     """Open the tasksets of a stage. Raises DataError naming file, row and column."""
-    from trinity_dask.explorer.tasks.taskset_reader import TasksetReader
+    from trinity_dask.explorer.task_stream import TasksetReader
 
     TasksetReader(stage)
 

@@ -1,7 +1,7 @@
-"""What each runner of a worker is doing: the live table.
+"""What each lane of a worker is doing: the live table.
 
-Invariant: a lane is one place of a worker's concurrency; it has at most one sub-task at a
-time and keeps the facts of its last one until the next begins. Looking changes nothing.
+Invariant: a worker runs one sub-task in each of its lanes at a time; a lane keeps the facts of
+its last one until the next begins.
 """
 
 from __future__ import annotations
@@ -16,18 +16,9 @@ from typing import Any, Optional
 STATE_CHARS = 200
 
 
-def plain(state: dict[str, Any]) -> dict[str, Any]:
-    """A state that any message can carry: what is no plain value is shortened text."""
-    simple = (int, float, str, type(None))
-    return {
-        str(key): value if type(value) in simple else str(value)[:STATE_CHARS]
-        for key, value in state.items()
-    }
-
-
 @dataclass
 class Lane:
-    """One runner. ``begin_time`` and ``terminate_time`` are seconds since the epoch."""
+    """One lane. ``begin_time`` and ``terminate_time`` are seconds since the epoch."""
 
     runner_id: int | str
     workflow_id: str = ""
@@ -37,11 +28,6 @@ class Lane:
     models: list[Any] = field(default_factory=list)  # of the sub-task that runs
     first_version: Optional[int] = None  # of the model when the sub-task began
     final: dict[str, Any] = field(default_factory=dict)  # model facts of the last sub-task
-
-    def begin(self, workflow_id: str, repeat_cnt: int) -> None:
-        self.workflow_id, self.repeat_cnt = workflow_id, repeat_cnt
-        self.begin_time, self.terminate_time = time.time(), None
-        self.models, self.final, self.first_version = [], {}, None
 
     def add_model(self, model: Any) -> None:
         """A model that the sub-task uses."""
@@ -55,10 +41,13 @@ class Lane:
         self.models = []  # an idle lane holds no history of experiences
 
     def state(self) -> dict[str, Any]:
-        """The lane's row. What workflows stored with ``set_workflow_state`` comes first, so
-        that it cannot hide a fact of the runner."""
+        """The lane's row, as values that any message can carry: others are shortened text.
+
+        What workflows stored with ``set_workflow_state`` comes first, so that it cannot hide a
+        fact of the lane.
+        """
         until = self.terminate_time or time.time()
-        return {
+        row = {
             **(self.final if self.terminate_time else self._model_facts()),
             "runner_id": self.runner_id,
             "workflow_id": self.workflow_id,
@@ -66,6 +55,11 @@ class Lane:
             "begin_time": self.begin_time,
             "terminate_time": self.terminate_time,
             "running_time": round(until - self.begin_time, 3),
+        }
+        simple = (int, float, str, type(None))
+        return {
+            str(key): value if type(value) in simple else str(value)[:STATE_CHARS]
+            for key, value in row.items()
         }
 
     def versions(self) -> Optional[tuple[int, int]]:
@@ -98,25 +92,25 @@ class Lanes:
 
     @contextmanager
     def occupied(
-        self, workflow_id: str, repeat_cnt: int, runner_id: Optional[int] = None
+        self, workflow_id: str, repeat_cnt: int, number: Optional[int] = None
     ) -> Iterator[Lane]:
-        """The lane ``runner_id``, or the lowest free one of our own, while a sub-task runs."""
-        own = None if runner_id is not None else self._take_own()
-        key = runner_id if runner_id is not None else f"{self._name}/{own}"
+        """Lane ``number``, or the lowest free one of our own, while a sub-task runs."""
+        own = None
+        if number is None:
+            own = heapq.heappop(self._free) if self._free else self._n_own
+            self._n_own = max(self._n_own, own + 1)
+        key = number if own is None else f"{self._name}/{own}"
+        assert key is not None
         lane = self._lanes.setdefault(key, Lane(key))
-        lane.begin(workflow_id, repeat_cnt)
+        lane.workflow_id, lane.repeat_cnt = workflow_id, repeat_cnt
+        lane.begin_time, lane.terminate_time = time.time(), None
+        lane.models, lane.final, lane.first_version = [], {}, None
         try:
             yield lane
         finally:
             lane.end()
             if own is not None:
                 heapq.heappush(self._free, own)
-
-    def _take_own(self) -> int:
-        if self._free:
-            return heapq.heappop(self._free)
-        self._n_own += 1
-        return self._n_own - 1
 
     def states(self) -> list[dict[str, Any]]:
         """A row of every lane that has run something, in order of first use."""

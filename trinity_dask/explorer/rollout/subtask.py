@@ -26,11 +26,9 @@ from trinity_dask.cluster.watch_plugin import add_report
 from trinity_dask.config.schema import Config
 from trinity_dask.experience import Experience
 from trinity_dask.experience.payload import encode
-from trinity_dask.explorer.rollout.lanes import plain
-from trinity_dask.explorer.rollout.recall import recallable
-from trinity_dask.explorer.rollout.running import describe
+from trinity_dask.explorer.rollout.user_code import as_run_error, recallable
 from trinity_dask.explorer.rollout.workflow_runner import WorkflowRunner, workflow_class
-from trinity_dask.explorer.schedule.outcome import Outcome, Status
+from trinity_dask.explorer.schedule.tasks import AttemptOutcome
 from trinity_dask.models.actor.actor import ready_engine
 from trinity_dask.models.actor.remote import RemoteEngine, engine_slots
 from trinity_dask.models.tokenizer import load_tokenizer
@@ -82,8 +80,9 @@ class SubTaskSpec:
     """One attempt: ``repeat_times`` runs of ``task`` from ``run_id_base`` on, in ``timeout_s``.
 
     ``engine`` is the slot of the engine to use from a runner worker (None: any one); on a
-    rollout worker its own engine is used. ``runner_id`` is the lane that the scheduler has
-    given to the attempt (None: the worker counts its own).
+    rollout worker its own engine is used. ``lane`` is the number of the one that the scheduler
+    has given to the attempt (None: the worker counts its own). ``key`` is its Dask key, by which
+    it can be recalled.
     """
 
     task: Task
@@ -92,10 +91,9 @@ class SubTaskSpec:
     timeout_s: float
     collect_partial_runs: bool
     settings: RunnerSettings
-    settings_key: str
     engine: Optional[str] = None
-    runner_id: Optional[int] = None
-    key: str = ""  # its Dask key, by which it can be recalled
+    lane: Optional[int] = None
+    key: str = ""
 
 
 def group_of(workflow: str, cfg: Config) -> str:
@@ -116,11 +114,12 @@ def group_of(workflow: str, cfg: Config) -> str:
 
 
 async def run_subtask(spec: SubTaskSpec) -> bytes:
-    """Payload of the runs (header: :class:`Outcome`). Runs on the worker's event loop."""
+    """Payload of the runs (header: :class:`AttemptOutcome`). Runs on the worker's event loop."""
     try:
         runner = await _runner_for(spec)
     except (LoadError, ValueError) as error:  # a wrong plugin, reward or tokenizer path
-        return _failed(spec, error)
+        lost = AttemptOutcome.all_failed(spec.repeat_times, as_run_error(error), retryable=False)
+        return encode([], lost.to_header())
     with recallable(spec.key):
         _, payload = await runner.run_task(
             spec.task,
@@ -129,7 +128,7 @@ async def run_subtask(spec: SubTaskSpec) -> bytes:
             spec.run_id_base,
             spec.collect_partial_runs,
             spec.timeout_s,
-            spec.runner_id,
+            spec.lane,
         )
     return payload
 
@@ -146,13 +145,6 @@ async def warm_up(settings: RunnerSettings) -> None:
         log.warning("%s cannot be made ready: %s", _worker_name(), error)
 
 
-def _failed(spec: SubTaskSpec, error: Exception) -> bytes:
-    described = describe(error)
-    status = Status(0, spec.repeat_times, [], str(described))
-    errors = (described,) * spec.repeat_times
-    return encode([], Outcome(status, errors, 0.0, retryable=False).to_header())
-
-
 # One runner per engine and settings. An engine that was re-created is a new object, so its
 # runner is made anew and the old one is dropped with its engine.
 _runners: dict[tuple[Any, str], tuple[Any, asyncio.Future[WorkflowRunner]]] = {}
@@ -160,15 +152,16 @@ _remote: dict[str, RemoteEngine] = {}
 
 
 def local_runner_states() -> list[dict[str, Any]]:
-    """The state of every runner (lane) of this process."""
+    """The state of every lane of this process."""
     ready = [f for _, f in _runners.values() if f.done() and not f.cancelled()]
     runners = [f.result() for f in ready if f.exception() is None]
-    return [plain(state) for runner in runners for state in runner.get_runner_state()]
+    return [state for runner in runners for state in runner.get_runner_state()]
 
 
 async def _runner_for(spec: SubTaskSpec) -> WorkflowRunner:
     wait_s = min(spec.timeout_s, ENGINE_WAIT_S)
-    if not on_runner_worker():
+    worker = current_worker()
+    if worker is None or not worker.state.total_resources.get(RUNNER, 0):
         engine = await ready_engine(wait_s)
         return await _runner(id(engine), engine, spec)
     slot = spec.engine or await _any_engine(spec, wait_s)
@@ -176,12 +169,6 @@ async def _runner_for(spec: SubTaskSpec) -> WorkflowRunner:
     if remote is None:
         remote = _remote[slot] = RemoteEngine(slot, spec.settings.call_timeout_s)
     return await _runner(slot, remote, spec)
-
-
-def on_runner_worker() -> bool:
-    """Whether this process is a worker of the group ``runner``."""
-    worker = current_worker()
-    return worker is not None and worker.state.total_resources.get(RUNNER, 0) > 0
 
 
 async def _any_engine(spec: SubTaskSpec, timeout_s: float) -> str:
@@ -201,11 +188,18 @@ async def _any_engine(spec: SubTaskSpec, timeout_s: float) -> str:
 
 
 async def _runner(name: Any, engine: Any, spec: SubTaskSpec) -> WorkflowRunner:
-    key = (name, spec.settings_key)
+    key = (name, spec.settings.key)
     known = _runners.get(key)
     if known is None or known[0] is not engine:
-        _forget_closed(engine)
-        _runners[key] = known = (engine, asyncio.ensure_future(_build(engine, spec.settings)))
+        # drop runners of engines that this worker's new engine has replaced
+        address = getattr(engine, "address", None)
+        for other_key, (other, _) in list(_runners.items()):
+            if other is not engine and address and getattr(other, "address", None) == address:
+                del _runners[other_key]
+        _runners[key] = known = (
+            engine,
+            asyncio.ensure_future(_build_runner(engine, spec.settings)),
+        )
     try:
         # shielded: one cancelled sub-task must not cancel the set-up of its neighbours
         return await asyncio.shield(known[1])
@@ -214,15 +208,7 @@ async def _runner(name: Any, engine: Any, spec: SubTaskSpec) -> WorkflowRunner:
         raise
 
 
-def _forget_closed(engine: Any) -> None:
-    """Drop runners of engines that this worker's new engine has replaced."""
-    address = getattr(engine, "address", None)
-    for key, (other, _) in list(_runners.items()):
-        if other is not engine and address and getattr(other, "address", None) == address:
-            del _runners[key]
-
-
-async def _build(engine: Any, settings: RunnerSettings) -> WorkflowRunner:
+async def _build_runner(engine: Any, settings: RunnerSettings) -> WorkflowRunner:
     tokenizer = await asyncio.to_thread(_prepare, settings)
 
     def make_model(rollout_args: Optional[dict[str, Any]]) -> ModelWrapper:
@@ -236,9 +222,8 @@ async def _build(engine: Any, settings: RunnerSettings) -> WorkflowRunner:
         )
 
     add_report("runners", local_runner_states)
-    runner = WorkflowRunner(make_model, settings.concurrent_mode, name=_worker_name())
-    await runner.prepare()
-    return runner
+    make_model({})  # a wrong configuration shows before the first task
+    return WorkflowRunner(make_model, settings.concurrent_mode, name=_worker_name())
 
 
 def _worker_name() -> str:

@@ -1,34 +1,37 @@
 """Runs the workflow of a task as often as asked, and says how each run ended.
 
 Invariant: nothing that user code does (raise, return nonsense, hang, block, cancel itself)
-leaves this module other than as data in the outcome; every experience that leaves it carries
-its batch, task and run, and the model version that made it.
+leaves this module other than as data in the outcome. A run is counted once, as completed or by
+its error; every experience carries its batch, task and run, and the model version that made
+it. The greedy run that a group's rewards are compared with (ReMax, arXiv 2310.10505) is no
+experience: only its reward leaves, in ``info["reward_baseline"]`` of those of the group.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Optional
 
-from trinity_dask.cluster.loop_watch import current_watch, no_exit
+from trinity_dask.cluster.loop_watch import Interrupted, current_watch, no_exit, user_task
 from trinity_dask.experience import Experience
 from trinity_dask.experience.payload import encode
-from trinity_dask.explorer.rollout.baseline import greedy_task, with_baseline
-from trinity_dask.explorer.rollout.lanes import Lanes, plain
-from trinity_dask.explorer.rollout.recall import (
+from trinity_dask.explorer.metrics import TIME_RUN, reduce_metrics
+from trinity_dask.explorer.rollout.lanes import Lane, Lanes
+from trinity_dask.explorer.rollout.user_code import (
+    SETTLE_S,
     Recalled,
+    as_run_error,
+    run_async_in_thread,
+    stop,
     until_recalled,
     wait_recallable,
     was_recalled,
 )
-from trinity_dask.explorer.rollout.running import SETTLE_S, bounded, describe, outcome_of, stop
-from trinity_dask.explorer.rollout.runs import Attempt, Runs, checked, stamp
-from trinity_dask.explorer.rollout.thread_model import run_async_in_thread
-from trinity_dask.explorer.schedule.outcome import Outcome, Status
+from trinity_dask.explorer.schedule.tasks import AttemptOutcome, RunError, Status
 from trinity_dask.registry import LoadError
 from trinity_dask.rewards import REWARD_FUNCTIONS
 from trinity_dask.workflows import WORKFLOWS, PartialGroupError, Task, Workflow
@@ -36,12 +39,55 @@ from trinity_dask.workflows.threads import abandoned_threads, run_in_thread
 
 CONCURRENT_MODES = ("sequential", "asynchronous", "multi-threading")
 MAX_IDLE_INSTANCES = 64
-
-__all__ = ["CONCURRENT_MODES", "Outcome", "Status", "WorkflowRunner", "workflow_class"]
+MISSING_RUN = "MissingRun"
+BASELINE = "reward_baseline"
 
 
 class SiblingFailed(RuntimeError):
     """A run that was given up because another run of its group had failed."""
+
+
+class RunCancelled(RuntimeError):
+    """User code raised ``CancelledError`` although nobody had cancelled it."""
+
+
+class LoopBlocked(TimeoutError):
+    """Asynchronous user code that held the event loop until it was interrupted."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """``n`` runs of ``task`` from number ``base`` on, until ``deadline`` (monotonic clock).
+
+    Without ``partial`` the first failed run ends the others.
+    """
+
+    task: Task
+    n: int
+    base: int
+    partial: bool
+    deadline: Optional[float]
+    lane: Lane
+
+    @property
+    def left_s(self) -> Optional[float]:
+        return None if self.deadline is None else max(self.deadline - time.monotonic(), 0.0)
+
+
+@dataclass
+class Runs:
+    """What several runs came to: a metrics dict per completed run, an error per failed one."""
+
+    experiences: list[Experience] = field(default_factory=list)
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    errors: list[RunError] = field(default_factory=list)
+    retryable: bool = True
+
+    def add(self, experiences: Sequence[Experience], seconds: float) -> None:
+        """One successful run."""
+        self.experiences += experiences
+        reduced = reduce_metrics(e.metrics or {} for e in experiences)
+        self.metrics.append({**reduced, TIME_RUN: seconds})
 
 
 class WorkflowRunner:
@@ -75,15 +121,6 @@ class WorkflowRunner:
         self._idle: dict[type[Workflow], list[Workflow]] = {}
         self._lanes = Lanes(name)
 
-    # what a sub-task calls ------------------------------------------------------------
-    async def prepare(self) -> None:
-        """Make one model, so that a wrong configuration shows before the first task.
-
-        Raises:
-            ValueError: the model's configuration cannot be used.
-        """
-        self._make_model({})
-
     async def run_task(
         self,
         task: Task,
@@ -92,32 +129,49 @@ class WorkflowRunner:
         run_id_base: int = 0,
         collect_partial_runs: bool = True,
         timeout_s: Optional[float] = None,
-        runner_id: Optional[int] = None,
+        lane_number: Optional[int] = None,
     ) -> tuple[Status, bytes]:
         """Run ``task`` ``repeat_times`` times; the status, and the payload with the experiences.
 
-        The payload's header is the whole outcome. An eval task's payload has no rows.
-        Never raises for anything the workflow or its reward does.
+        The payload's header is the whole outcome. An eval task's payload has no rows. The model
+        versions before and after the runs stand in for those of an experience that does not
+        know the version of its tokens. Never raises for anything the workflow or its reward does.
         """
-        started = time.monotonic()
+        started, n = time.monotonic(), repeat_times
         deadline = None if timeout_s is None else started + timeout_s
         workflow_id = f"{batch_id}/{task.task_id}/{run_id_base}"
-        with self._lanes.occupied(workflow_id, repeat_times, runner_id) as lane:
-            attempt = Attempt(task, repeat_times, run_id_base, collect_partial_runs, deadline, lane)
-            runs = await self._all_runs_and_baseline(attempt)
-            versions, state = lane.versions(), lane.state()
+        with self._lanes.occupied(workflow_id, n, lane_number) as lane:
+            attempt = Attempt(task, n, run_id_base, collect_partial_runs, deadline, lane)
+            compared = task.greedy_baseline and not task.is_eval
+            runs = await (self._with_baseline(attempt) if compared else self._all_runs(attempt))
+            of_model, state = lane.versions(), lane.state()
         for experience in runs.experiences:
-            stamp(experience, task, batch_id, versions)
-        seconds = time.monotonic() - started
-        outcome = runs.outcome(repeat_times, seconds, self._facts(state, seconds))
-        kept = [] if task.is_eval else runs.experiences
-        return outcome.status, encode(kept, outcome.to_header())
-
-    async def is_alive(self) -> bool:
-        return True
+            eid, versions = experience.eid, of_model
+            eid.batch, eid.task = batch_id, eid.task if eid.task != "" else task.task_id
+            experience.metrics = experience.metrics or {}
+            if experience.versions is not None:
+                versions = int(experience.versions.min()), int(experience.versions.max())
+            if versions is not None:
+                first, last = versions
+                experience.info |= {"model_version": first, "model_version_drift": last - first}
+            experience.info |= {"use_count": 0, "task_index": task.index}
+        seconds, watch = time.monotonic() - started, current_watch()
+        facts = {
+            **state,
+            "worker": self.name,
+            "abandoned_threads": abandoned_threads(),
+            "loop_lag_s": 0.0 if watch is None else round(watch.max_lag_s(seconds), 3),
+        }
+        message, completed = None, n - len(runs.errors)
+        if runs.errors:
+            message = f"{completed}/{n} runs completed successfully; first error: {runs.errors[0]}"
+        status = Status(completed, n, runs.metrics, message)
+        outcome = AttemptOutcome(status, tuple(runs.errors), seconds, runs.retryable, facts)
+        return status, encode([] if task.is_eval else runs.experiences, outcome.to_header())
 
     def get_runner_state(self) -> list[dict[str, Any]]:
-        """One row per runner (lane) that has run something, the last or present sub-task.
+        """One row per lane (Trinity-RFT's runner) that has run something, its last or present
+        sub-task.
 
         ``runner_id``, ``workflow_id`` (batch/task/run), ``model_version``, ``repeat_cnt``,
         ``begin_time`` and ``terminate_time`` (epoch seconds, None while it runs),
@@ -125,27 +179,32 @@ class WorkflowRunner:
         """
         return self._lanes.states()
 
-    def _facts(self, state: dict[str, Any], seconds: float) -> dict[str, Any]:
-        watch = current_watch()
-        return {
-            **plain(state),
-            "worker": self.name,
-            "abandoned_threads": abandoned_threads(),
-            "loop_lag_s": 0.0 if watch is None else round(watch.max_lag_s(seconds), 3),
-        }
-
     # the runs -------------------------------------------------------------------------
-    async def _all_runs_and_baseline(self, attempt: Attempt) -> Runs:
-        if not attempt.task.greedy_baseline or attempt.task.is_eval:
-            return await self._all_runs(attempt)
-        greedy = replace(attempt, task=greedy_task(attempt.task), n=1, base=0)
-        jobs = [asyncio.ensure_future(self._all_runs(a)) for a in (attempt, greedy)]
+    async def _with_baseline(self, attempt: Attempt) -> Runs:
+        """The runs, with the reward of a run at temperature 0: that of its last experience.
+
+        Without it the group is of no use to its algorithm, so then all runs count as failed.
+        """
+        task = attempt.task
+        cold = {**task.rollout_args, "temperature": 0.0}
+        once = replace(task, rollout_args=cold, repeat_times=1, greedy_baseline=False)
+        greedy_attempt = replace(attempt, task=once, n=1, base=0)
+        jobs = [asyncio.ensure_future(self._all_runs(a)) for a in (attempt, greedy_attempt)]
         try:
             await asyncio.wait(jobs)
         except asyncio.CancelledError:
-            await stop(list(jobs))
+            await stop(jobs)
             raise
-        return with_baseline(jobs[0].result(), jobs[1].result(), attempt.n)
+        runs, greedy = (job.result() for job in jobs)
+        if greedy.errors:
+            return Runs(errors=[greedy.errors[0]] * attempt.n, retryable=greedy.retryable)
+        reward = greedy.experiences[-1].reward
+        if reward is None:
+            error = RunError("ValueError", "the greedy baseline run came back without a reward")
+            return Runs(errors=[error] * attempt.n)
+        for holder in (*(e.info for e in runs.experiences), *runs.metrics):
+            holder[BASELINE] = float(reward)
+        return runs
 
     async def _all_runs(self, attempt: Attempt) -> Runs:
         try:
@@ -157,61 +216,89 @@ class WorkflowRunner:
             return await self._together(cls, attempt)
         except Exception as error:  # whatever user code does is data
             retryable = not isinstance(error, LoadError)
-            return Runs(errors=[describe(error)] * attempt.n, retryable=retryable)
+            return Runs(errors=[as_run_error(error)] * attempt.n, retryable=retryable)
 
     async def _workflow_class(self, task: Task) -> type[Workflow]:
         """The task's workflow class. User code is imported in a thread: that may take long."""
         key = (task.workflow, task.reward_fn)
         if key not in self._classes:
             try:
-                cls = await asyncio.to_thread(_import, *key)
+                cls = await asyncio.to_thread(_import_code, *key)
             except LoadError:  # a few libraries can be imported in a main thread only
                 cls = workflow_class(task.workflow)
             self._classes[key] = cls
         return self._classes[key]
 
     async def _repeatable(self, cls: type[Workflow], attempt: Attempt) -> Runs:
-        """All runs by one call of one instance."""
-        started = time.monotonic()
-        runs = Runs()
-        workflow = self._take(cls, attempt, attempt.base)
-        workflow.set_repeat_times(attempt.n, attempt.base)
+        """All runs by one call of one instance; a run without experience is an error.
+
+        A workflow that left all run numbers at 0 gets them in order, one experience a run.
+        Steps of one run stay together: they are told by their different ``eid.step``.
+
+        Raises:
+            ValueError: an experience carries a number that is not of these runs.
+        """
+        started, runs = time.monotonic(), Runs()
+        n, base = attempt.n, attempt.base
+        workflow = self._take(cls, attempt, base)
+        workflow.set_repeat_times(n, base)
         try:
             found = await self._call(workflow, attempt)
         except PartialGroupError as partial:
-            found = checked(partial.experiences, attempt.task, allow_empty=True)
-            runs.errors = [describe(error) for error in partial.errors]
+            found = checked_experiences(partial.experiences, attempt.task, allow_empty=True)
+            runs.errors = [as_run_error(error) for error in partial.errors]
         self._give_back(workflow)
-        runs.add_group(found, attempt.n, attempt.base, time.monotonic() - started)
+        if {e.eid.run for e in found} == {0}:
+            one_each = len(found) <= n and len({e.eid.step for e in found}) == 1
+            for index, experience in enumerate(found):
+                if n == 1 or one_each:
+                    experience.eid.run = base if n == 1 else base + index
+        by_run: dict[int, list[Experience]] = {}
+        for experience in found:
+            by_run.setdefault(experience.eid.run, []).append(experience)
+        numbers = sorted(by_run)
+        if not all(base <= run < base + n for run in numbers):
+            raise ValueError(
+                f"{len(found)} experiences carry run numbers {numbers}; this group "
+                f"has runs {base} to {base + n - 1} (see Workflow.set_repeat_times)"
+            )
+        seconds = time.monotonic() - started
+        for run in numbers:
+            runs.add(by_run[run], seconds)
+        lost = n - len(numbers) - len(runs.errors)
+        if lost > 0:
+            message = (
+                f"{n} runs were asked for and {len(found)} experiences came back, with the run "
+                f"numbers {numbers}; a workflow with can_repeat returns experiences of "
+                f"every run, with the numbers {base} to {base + n - 1} in eid.run"
+            )
+            runs.errors += [RunError(MISSING_RUN, message)] * lost
         return runs
 
     async def _one_by_one(self, cls: type[Workflow], attempt: Attempt) -> Runs:
         runs = Runs()
         for index in range(attempt.n):
-            started = time.monotonic()
             try:
                 if index and attempt.left_s == 0:
                     raise TimeoutError("not started: the time of its attempt was over")
-                found = await until_recalled(self._single(cls, attempt, attempt.base + index))
+                runs.add(*await until_recalled(self._single(cls, attempt, attempt.base + index)))
             except Exception as error:  # a failed run is data
-                runs.errors.append(describe(error))
+                runs.errors.append(as_run_error(error))
                 if not attempt.partial:
                     skipped = SiblingFailed("not started: an earlier run of its group failed")
-                    runs.errors += [describe(skipped)] * (attempt.n - index - 1)
+                    runs.errors += [as_run_error(skipped)] * (attempt.n - index - 1)
                     break
-            else:
-                runs.add(found, time.monotonic() - started)
         return runs
 
     async def _together(self, cls: type[Workflow], attempt: Attempt) -> Runs:
         """Each run on its own instance; at the deadline, finished runs are kept."""
         numbers = range(attempt.base, attempt.base + attempt.n)
-        children = [asyncio.ensure_future(self._timed(cls, attempt, run)) for run in numbers]
+        children = [asyncio.ensure_future(self._single(cls, attempt, run)) for run in numbers]
         when = asyncio.ALL_COMPLETED if attempt.partial else asyncio.FIRST_EXCEPTION
         left = attempt.left_s
         # every run keeps the deadline by itself; this is for one that ignores its end
         limit = None if left is None else left + 2 * SETTLE_S
-        _, late = await wait_recallable(children, limit, when)
+        late = await wait_recallable(children, limit, when)
         await stop(list(late))
         runs = Runs()
         for child in children:
@@ -220,26 +307,24 @@ class WorkflowRunner:
                     raise Recalled
                 if child in late:
                     raise SiblingFailed("given up: another run of its group failed")
-                found, seconds = outcome_of(child, attempt.task.workflow)
+                if child.cancelled():
+                    raise RunCancelled(f"{attempt.task.workflow} was cancelled from within")
+                runs.add(*child.result())
             except Exception as error:  # a failed run is data
-                runs.errors.append(describe(error))
-            else:
-                runs.add(found, seconds)
+                runs.errors.append(as_run_error(error))
         return runs
 
-    async def _timed(
+    async def _single(
         self, cls: type[Workflow], attempt: Attempt, run: int
     ) -> tuple[list[Experience], float]:
+        """Experiences and seconds of one run."""
         started = time.monotonic()
-        return await self._single(cls, attempt, run), time.monotonic() - started
-
-    async def _single(self, cls: type[Workflow], attempt: Attempt, run: int) -> list[Experience]:
         workflow = self._take(cls, attempt, run)
         found = await self._call(workflow, attempt)
         self._give_back(workflow)
         for experience in found:
             experience.eid.run = run
-        return found
+        return found, time.monotonic() - started
 
     async def _call(self, workflow: Workflow, attempt: Attempt) -> list[Experience]:
         """One run of one instance, where it may block without harm."""
@@ -251,45 +336,86 @@ class WorkflowRunner:
         elif self._mode == "multi-threading" and not workflow.can_repeat:
             value = await run_async_in_thread(workflow, timeout_s=left, name=name)
         else:
-            value = await bounded(_run_async(workflow), left, name)
-        return checked(value, attempt.task)
+            value = await run_bounded(workflow.run_async, left, name)
+        return checked_experiences(value, attempt.task)
 
     # instances ------------------------------------------------------------------------
     def _take(self, cls: type[Workflow], attempt: Attempt, run: int) -> Workflow:
         """An idle instance, reset to the task, or a new one; its history and state are empty."""
+        task, idle = attempt.task, self._idle.get(cls)
         with no_exit():  # the constructor and reset are user code too
-            workflow = self._reused(cls, attempt.task) or self._new(cls, attempt.task)
+            workflow = idle.pop() if idle else None
+            if workflow is None or workflow.task.rollout_args != task.rollout_args:
+                workflow = cls(task, self._make_model(task.rollout_args), self._auxiliary)
+            else:
+                workflow.model.clean_workflow_state()
+                workflow.reset(task)
         attempt.lane.add_model(workflow.model)
-        workflow.model.begin_run(f"{attempt.task.batch_id}/{attempt.task.task_id}/{run}")
+        workflow.model.begin_run(f"{task.batch_id}/{task.task_id}/{run}")
         return workflow
-
-    def _reused(self, cls: type[Workflow], task: Task) -> Optional[Workflow]:
-        idle = self._idle.get(cls)
-        workflow = idle.pop() if idle else None
-        if workflow is None or workflow.task.rollout_args != task.rollout_args:
-            return None
-        workflow.model.clean_workflow_state()
-        workflow.reset(task)
-        return workflow
-
-    def _new(self, cls: type[Workflow], task: Task) -> Workflow:
-        return cls(task, self._make_model(task.rollout_args), self._auxiliary)
 
     def _give_back(self, workflow: Workflow) -> None:
         """Keep a healthy instance for the next task; after a failure it is never reused."""
-        if not workflow.can_reset:
-            return
         idle = self._idle.setdefault(type(workflow), [])
-        if len(idle) < MAX_IDLE_INSTANCES:
+        if workflow.can_reset and len(idle) < MAX_IDLE_INSTANCES:
             idle.append(workflow)
 
 
-async def _run_async(workflow: Workflow) -> Any:
-    """Here, so that also the call that makes the coroutine happens inside the bounded task."""
-    return await workflow.run_async()
+async def run_bounded(
+    work: Callable[[], Awaitable[Any]], timeout_s: Optional[float], what: str
+) -> Any:
+    """What ``await work()`` gives, or raised. The call itself is user code, too.
+
+    Raises:
+        TimeoutError: not done after ``timeout_s``; ``work`` was cancelled.
+        LoopBlocked: the same, and it had to be interrupted, because it did not await.
+        RunCancelled: ``work`` cancelled itself.
+    """
+
+    async def run() -> Any:
+        return await work()
+
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    child = user_task(run(), deadline, what)
+    try:
+        done, _ = await asyncio.wait({child}, timeout=timeout_s)
+    except asyncio.CancelledError:
+        await stop([child])
+        raise
+    if not done:
+        await stop([child])
+        raise TimeoutError(f"{what} did not return within {timeout_s:g} s")
+    if child.cancelled():
+        raise RunCancelled(f"{what} was cancelled from within")
+    try:
+        return child.result()
+    except Interrupted:
+        raise LoopBlocked(
+            f"{what} held the event loop without an await and was interrupted at its deadline; "
+            "blocking code belongs into a thread (asyncio.to_thread) or into a workflow that is "
+            "not async"
+        ) from None
 
 
-def _import(workflow: str, reward_fn: Optional[str]) -> type[Workflow]:
+def checked_experiences(value: Any, task: Task, allow_empty: bool = False) -> list[Experience]:
+    """``value`` if it is what a workflow must return. Raises TypeError or ValueError."""
+    what = f"workflow {task.workflow!r} returned"
+    if not isinstance(value, list) or not all(isinstance(e, Experience) for e in value):
+        raise TypeError(f"{what} {type(value).__name__}, not a list of Experience")
+    for experience in value:
+        experience.check()
+        for name in experience.metrics or {}:
+            if not isinstance(name, str):
+                raise TypeError(
+                    f"{what} a metric named {name!r}, of type {type(name).__name__}; names of "
+                    f"metrics are strings, for example {str(name)!r}"
+                )
+    if not value and not allow_empty:
+        raise ValueError(f"{what} no experience")
+    return value
+
+
+def _import_code(workflow: str, reward_fn: Optional[str]) -> type[Workflow]:
     if reward_fn is not None:
         with suppress(LoadError):  # said when the workflow asks for it
             REWARD_FUNCTIONS.get(reward_fn)

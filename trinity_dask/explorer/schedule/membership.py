@@ -1,8 +1,8 @@
 """Which workers can take sub-tasks now: told by the Dask scheduler, never asked in a loop.
 
-Invariant: a place is reported up only when its worker runs and its engine takes requests,
-and it is reported lost before it is reported up again. A worker's death is known a few
-milliseconds after the scheduler knows it.
+Invariant: a worker is reported up only when it runs and its engine takes requests, and it is
+reported lost before it is reported up again. Its death is known a few milliseconds after the
+Dask scheduler knows it.
 
 What tells that a worker is (again) there is a tiny task with its slot label: Dask itself
 keeps it until a worker with that label joins.
@@ -17,8 +17,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Optional
 
-from distributed import Client, Future
+from distributed import Client
 
+from trinity_dask.aio import Background, ended
 from trinity_dask.cluster.announcements import listen
 from trinity_dask.cluster.context import current_worker
 from trinity_dask.cluster.placement import scheduler_of
@@ -52,7 +53,8 @@ async def report_ready(
 class Membership:
     """Watches the slots of the groups ``rollout`` and ``runner``.
 
-    ``on_up(slot, capacity, group)`` and ``on_lost(slot)`` are called on the event loop.
+    ``addresses`` are those of the slots that are up. ``on_up(slot, capacity, group)`` and
+    ``on_lost(slot)`` are called on the event loop.
     """
 
     def __init__(
@@ -68,9 +70,9 @@ class Membership:
         self._ready_timeout_s = ready_timeout_s
         self._on_up = on_up
         self._on_lost = on_lost
-        self._addresses: dict[str, str] = {}  # of the slots that are up
+        self.addresses: dict[str, str] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}
-        self._looks: set[asyncio.Task[None]] = set()
+        self._looks = Background("looking for workers")
         self._unlisten: Optional[Callable[[], None]] = None
 
     async def start(self) -> None:
@@ -80,33 +82,23 @@ class Membership:
     async def stop(self) -> None:
         if self._unlisten is not None:
             self._unlisten()
-        tasks = [*self._probes.values(), *self._looks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._looks.close()
+        await ended(self._probes.values())
         self._probes.clear()
-        self._addresses.clear()
-
-    def address(self, slot: str) -> Optional[str]:
-        return self._addresses.get(slot)
+        self.addresses.clear()
 
     def _heard(self, message: dict[str, Any]) -> None:
         action = message.get("action")
         if action == "remove-worker":
-            for slot, address in list(self._addresses.items()):
+            for slot, address in list(self.addresses.items()):
                 if address == message.get("worker"):
                     self._lose(slot)
         elif action == "add-worker":
             for delay_s in (0.0, CLAIM_DELAY_S):
-                self._later(self._look(delay_s))
-
-    def _later(self, look: Any) -> None:
-        task = asyncio.ensure_future(look)
-        self._looks.add(task)
-        task.add_done_callback(self._looks.discard)
+                self._looks.start(self._look(delay_s))
 
     def _lose(self, slot: str) -> None:
-        del self._addresses[slot]
+        del self.addresses[slot]
         self._on_lost(slot)
         self._probe(slot)
 
@@ -115,18 +107,29 @@ class Membership:
         await asyncio.sleep(delay_s)
         with suppress(OSError):  # without a scheduler every future fails, and says so
             identity = await scheduler_of(self._client).identity(n_workers=-1)
-            present = self._own(_slots(identity["workers"]))
+            present = self._present(identity["workers"])
             for slot, address in present.items():
-                if slot in self._addresses and self._addresses[slot] != address:
+                if slot in self.addresses and self.addresses[slot] != address:
                     self._lose(slot)
-                elif slot not in self._addresses:
+                elif slot not in self.addresses:
                     self._probe(slot)
 
-    def _own(self, present: dict[str, str]) -> dict[str, str]:
-        """Without the engines of other explorers of a shared cluster."""
+    def _present(self, workers: dict[str, dict[str, Any]]) -> dict[str, str]:
+        """Slot -> address of the workers that may take sub-tasks.
+
+        Without the engines of other explorers of a shared cluster.
+        """
         own = self._settings.engine_slots if self._settings is not None else None
-        prefix = SLOTS_OF[ROLLOUT]
-        return {s: a for s, a in present.items() if own is None or s in own or prefix not in s}
+        found: dict[str, str] = {}
+        for address, worker in workers.items():
+            for name, amount in worker["resources"].items():
+                slot = name.removeprefix(PREFIX)
+                if slot == name or amount <= 0:
+                    continue
+                engine = slot.startswith(SLOTS_OF[ROLLOUT])
+                if slot.startswith(SLOTS_OF[RUNNER]) or (engine and (own is None or slot in own)):
+                    found[slot] = address
+        return found
 
     def _probe(self, slot: str) -> None:
         if slot not in self._probes:
@@ -136,7 +139,15 @@ class Membership:
     async def _wait_ready(self, slot: str) -> None:
         group = next(g for g, prefix in SLOTS_OF.items() if slot.startswith(prefix))
         while True:
-            future = self._submit(slot, group)
+            future = self._client.submit(
+                report_ready,
+                group,
+                self._ready_timeout_s,
+                self._settings,
+                key=f"ready-{slot}-{uuid.uuid4().hex}",
+                resources={slot_resource(slot): 1},
+                pure=False,
+            )
             try:
                 address, capacity = await future
             except Exception as error:  # whatever keeps an engine from serving
@@ -148,28 +159,6 @@ class Membership:
             if capacity < 1:
                 log.error("%s has no resource %r and gets no sub-task", slot, group)
                 return
-            self._addresses[slot] = address
+            self.addresses[slot] = address
             self._on_up(slot, capacity, group)
             return
-
-    def _submit(self, slot: str, group: str) -> Future:
-        return self._client.submit(
-            report_ready,
-            group,
-            self._ready_timeout_s,
-            self._settings,
-            key=f"ready-{slot}-{uuid.uuid4().hex}",
-            resources={slot_resource(slot): 1},
-            pure=False,
-        )
-
-
-def _slots(workers: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """Slot -> address of the workers that may take sub-tasks."""
-    prefixes = tuple(PREFIX + prefix for prefix in SLOTS_OF.values())
-    return {
-        name.removeprefix(PREFIX): address
-        for address, worker in workers.items()
-        for name, amount in worker["resources"].items()
-        if name.startswith(prefixes) and amount > 0
-    }

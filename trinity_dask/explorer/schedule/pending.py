@@ -1,4 +1,4 @@
-"""Sub-tasks that wait for a place: batches in order, first come first served in a batch.
+"""Sub-tasks that wait for a lane: batches in order, first come first served in a batch.
 
 Invariant: the counts per group are those of the queues.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import insort
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from typing import Optional
 
@@ -17,10 +17,10 @@ UNROUTED = ""  # the group of sub-tasks of which it is not known yet where they 
 
 
 class Pending:
-    """One queue per batch and group of places."""
+    """One queue per batch and group of workers."""
 
     def __init__(self) -> None:
-        self._queues: dict[BatchId, dict[str, deque[SubTask]]] = {}
+        self._queues: dict[BatchId, defaultdict[str, deque[SubTask]]] = {}
         self._order: list[tuple[tuple[float, int], int, BatchId]] = []
         self._arrivals = itertools.count()
         self._counts: Counter[str] = Counter()
@@ -32,7 +32,7 @@ class Pending:
         return self._counts[group]
 
     def add_batch(self, batch_id: BatchId) -> None:
-        self._queues[batch_id] = {}
+        self._queues[batch_id] = defaultdict(deque)
         insort(self._order, (sort_batch_id(batch_id), next(self._arrivals), batch_id))
 
     def batches(self) -> Iterator[BatchId]:
@@ -40,7 +40,7 @@ class Pending:
         return (batch_id for _, _, batch_id in self._order)
 
     def extend(self, batch_id: BatchId, sub_tasks: Iterable[SubTask], group: str) -> None:
-        queue = self._queue(batch_id, group)
+        queue = self._queues[batch_id][group]
         for sub_task in sub_tasks:
             sub_task.group = group
             queue.append(sub_task)
@@ -48,14 +48,14 @@ class Pending:
 
     def push_front(self, sub_task: SubTask) -> None:
         """It was out already; it goes before those that were not."""
-        self._queue(sub_task.task.batch_id, sub_task.group).appendleft(sub_task)
+        self._queues[sub_task.task.batch_id][sub_task.group].appendleft(sub_task)
         self._counts[sub_task.group] += 1
 
     def pop(self, group: str) -> Optional[SubTask]:
         if not self._counts[group]:
             return None
         for batch_id in self.batches():
-            queue = self._queues[batch_id].get(group)
+            queue = self._queues[batch_id][group]
             if queue:
                 self._counts[group] -= 1
                 return queue.popleft()
@@ -81,6 +81,3 @@ class Pending:
         self.clear(batch_id)
         if self._queues.pop(batch_id, None) is not None:
             self._order = [entry for entry in self._order if entry[2] != batch_id]
-
-    def _queue(self, batch_id: BatchId, group: str) -> deque[SubTask]:
-        return self._queues[batch_id].setdefault(group, deque())

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Optional
 
 from trinity_dask.config.schema import ExplorerConfig
-from trinity_dask.explorer.schedule.outcome import Outcome
-from trinity_dask.explorer.schedule.tasks import BatchId, SubTask
+from trinity_dask.explorer.schedule.tasks import AttemptOutcome, BatchId, SubTask
 
 KEEP, REPLACE, DROP = "keep", "replace", "drop"
 
@@ -54,7 +53,7 @@ class SchedulePolicy:
             warmup_min_steps=dynamic.warmup_min_steps,
         )
 
-    def tries_again(self, sub_task: SubTask, outcome: Outcome) -> bool:
+    def tries_again(self, sub_task: SubTask, outcome: AttemptOutcome) -> bool:
         """Whether another attempt follows one that ended like this."""
         status = outcome.status
         if status.ok or not outcome.retryable or sub_task.attempts >= self.max_attempts:
@@ -80,7 +79,7 @@ class Pace:
         self.total_completed_sub_tasks = 0
         self.completed_steps = 0
 
-    def sub_task_done(self, outcome: Outcome) -> None:
+    def sub_task_done(self, outcome: AttemptOutcome) -> None:
         """An attempt has ended. One with failed runs would have taken at least as long, so it
         counts if it took longer than usual."""
         status, n = outcome.status, self.total_completed_sub_tasks
@@ -101,12 +100,12 @@ class Pace:
 
 @dataclass(frozen=True)
 class Submit:
-    """Execute a sub-task at a place for at most ``timeout_s``; report with the number."""
+    """Execute a sub-task in a lane of a worker for at most ``timeout_s``."""
 
     attempt_id: int
     sub_task: SubTask
-    place: str
-    runner_id: int
+    worker: str
+    lane: int
     timeout_s: float
 
 
@@ -126,9 +125,9 @@ class Recall:
 
 @dataclass(frozen=True)
 class Restart:
-    """Kill the worker of a place: something there neither ends nor lets itself be ended."""
+    """Kill a worker: something there neither ends nor lets itself be ended."""
 
-    place: str
+    worker: str
 
 
 @dataclass(frozen=True)

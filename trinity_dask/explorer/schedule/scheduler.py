@@ -13,37 +13,21 @@ from typing import Any, Optional
 
 from distributed import Client
 
+from trinity_dask.aio import Changes
 from trinity_dask.cluster.context import worker_client
 from trinity_dask.config.schema import Config
-from trinity_dask.explorer.schedule.executor import Hands
-from trinity_dask.explorer.schedule.outcome import Outcome, Status
+from trinity_dask.explorer.schedule.executor import Executor
+from trinity_dask.explorer.schedule.lane_table import LaneTable
 from trinity_dask.explorer.schedule.policy import Instruction, SchedulePolicy
-from trinity_dask.explorer.schedule.runner_table import RunnerTable, RunnerWrapper
 from trinity_dask.explorer.schedule.state import SchedulerState
-from trinity_dask.explorer.schedule.tasks import (
-    BatchId,
-    BatchResult,
-    CompletedTaskResult,
-    Counts,
-    RunningTaskState,
-    TaskWrapper,
-    sort_batch_id,
-)
-from trinity_dask.explorer.schedule.waits import BatchWaits
+from trinity_dask.explorer.schedule.tasks import BatchId, BatchResult, Counts
 from trinity_dask.explorer.schedule.worker_watch import WorkerWatch
 from trinity_dask.workflows import Task
 
-__all__ = [
-    "BatchResult",
-    "CompletedTaskResult",
-    "RunnerWrapper",
-    "RunningTaskState",
-    "Scheduler",
-    "TaskWrapper",
-    "sort_batch_id",
-]
-
 log = logging.getLogger("trinity_dask.scheduler")
+
+SHOWN = 16
+LATE_S = 1.0
 
 
 class Scheduler:
@@ -53,6 +37,11 @@ class Scheduler:
     ``rollout`` (``runner``) says; ``slots`` bounds those in flight over all of them (None: no
     bound beyond that). ``client`` is an asynchronous client of the loop the scheduler is used
     on; None means that of the worker it runs in.
+
+    Public: :meth:`start`, :meth:`stop`, :meth:`wait_for_lanes`; :meth:`schedule`,
+    :meth:`get_results`, :meth:`abort_batch`, :meth:`set_slots`; ``state`` (batches, workers,
+    attempts), ``lanes`` (what each lane does) and :meth:`status` to look at; ``changes`` to
+    wait for anything of them; :attr:`executor` while it is started.
     """
 
     def __init__(
@@ -62,22 +51,22 @@ class Scheduler:
         self._client = client
         self._policy = SchedulePolicy.from_config(cfg.explorer)
         self.state = SchedulerState(self._policy, slots)
-        self.runners = RunnerTable()
-        self._waits = BatchWaits(self.state)
-        self._hands: Optional[Hands] = None
+        self.lanes = LaneTable()
+        self.changes = Changes()
+        self._executor: Optional[Executor] = None
         self.watch: Optional[WorkerWatch] = None
 
     # life -----------------------------------------------------------------------------
     async def start(self) -> None:
         """Find the workers and begin to hand out; calling it again changes nothing."""
-        if self._hands is not None:
+        if self._executor is not None:
             return
         client = self._client or await worker_client()
-        self._waits.failure = None
-        self._hands = Hands(self._cfg, self.state, client, self.runners, self._waits)
-        await self._hands.start()
+        self.changes.failure = None
+        self._executor = Executor(self._cfg, self.state, client, self.lanes, self.changes)
+        await self._executor.start()
         interval_s = self._cfg.explorer.runner_state_report_interval_s
-        self.watch = WorkerWatch(client, interval_s, self.runners.learn)
+        self.watch = WorkerWatch(client, interval_s, self.lanes.learn)
         self.watch.start()
 
     async def wait_for_lanes(self, n: int, timeout: float) -> None:
@@ -89,23 +78,32 @@ class Scheduler:
         Raises:
             TimeoutError: not within ``timeout`` seconds; says which workers are up.
         """
-        places = self.state.places
-        deadline = time.monotonic() + timeout
-        if not await self._waits.until(lambda: places.lanes_up >= n, deadline):
-            up = ", ".join(f"{p.name}: {p.capacity}" for p in places if p.up) or "none"
-            raise TimeoutError(f"not {n} lanes after {timeout:g} s; workers that are up: {up}")
+
+        def up() -> dict[str, int]:
+            return {w.name: w.capacity for w in self.state.workers if w.up}
+
+        if not await self.changes.until(lambda: sum(up().values()) >= n, timeout):
+            known = ", ".join(f"{name}: {lanes}" for name, lanes in up().items()) or "none"
+            raise TimeoutError(f"not {n} lanes after {timeout:g} s; workers that are up: {known}")
 
     async def stop(self) -> None:
         """Cancel and forget everything. The scheduler can be started again."""
-        hands, self._hands = self._hands, None
-        if hands is None:
+        executor, self._executor = self._executor, None
+        if executor is None:
             return
         if self.watch is not None:
             await self.watch.stop()
         for batch_id in list(self.state.batches):
-            hands.apply(self.state.discard(batch_id, time.monotonic())[1])
-        await hands.stop()
-        await self._waits.notify()
+            executor.apply(self.state.discard(batch_id, time.monotonic())[1])
+        await executor.stop()
+        self.changes.notify()
+
+    @property
+    def executor(self) -> Executor:
+        """Raises RuntimeError while the scheduler is not started."""
+        if self._executor is None:
+            raise RuntimeError("the scheduler is not started; await start() first")
+        return self._executor
 
     # batches --------------------------------------------------------------------------
     def schedule(self, tasks: Sequence[Task], batch_id: BatchId) -> None:
@@ -114,8 +112,10 @@ class Scheduler:
         Raises:
             RuntimeError: not started, or results cannot be collected any more.
         """
-        self._waits.require_working()
-        self._require_started().schedule(tasks, batch_id)
+        if self.changes.failure is not None:
+            raise self.changes.failure
+        executor, now = self.executor, time.monotonic()
+        executor.apply(self.state.schedule(batch_id, tasks, now, executor.group_of))
 
     async def get_results(
         self,
@@ -138,80 +138,29 @@ class Scheduler:
         Raises:
             RuntimeError: the scheduler cannot collect results any more (says why).
         """
+        state, until = self.state, self.changes.until
         deadline = None if timeout is None else time.monotonic() + timeout
-        self._check_minimum(batch_id, min_num)
-        complete = await self._waits.wait(batch_id, min_num, deadline)
-        late = not complete and not self._waits.enough(batch_id, min_num)
-        grace = self._policy.wait_after_min_s if wait_after_min_s is None else wait_after_min_s
-        if not complete and not late and grace > 0:
-            until = time.monotonic() + grace
-            until = until if deadline is None else min(until, deadline)
-            complete = await self._waits.wait(batch_id, None, until)
-        if not complete and clear_timeout_tasks:
-            await self._cut(batch_id, return_partial_tasks, late)
-        return self.state.drain(batch_id)
-
-    async def get_payload_results(
-        self,
-        batch_id: BatchId,
-        min_num: Optional[int] = None,
-        timeout: Optional[float] = None,
-        clear_timeout_tasks: bool = True,
-        return_partial_tasks: Optional[bool] = None,
-    ) -> tuple[list[Status], list[bytes]]:
-        """Statuses and payloads of a batch, in order of completion; see :meth:`get_results`."""
-        result = await self.get_results(
-            batch_id,
-            min_num,
-            timeout,
-            clear_timeout_tasks,
-            return_partial_tasks=return_partial_tasks,
-        )
-        return result.statuses, result.payloads
-
-    async def get_statuses(
-        self,
-        batch_id: BatchId,
-        min_num: Optional[int] = None,
-        timeout: Optional[float] = None,
-        clear_timeout_tasks: bool = True,
-        return_partial_tasks: Optional[bool] = None,
-    ) -> list[Status]:
-        """Only the statuses of :meth:`get_payload_results`; the payloads are dropped."""
-        return (
-            await self.get_payload_results(
-                batch_id, min_num, timeout, clear_timeout_tasks, return_partial_tasks
+        batch = state.batches.get(batch_id)
+        if batch is not None and min_num is not None and min_num > len(batch.tasks):
+            log.warning(
+                "batch %s has %d tasks, fewer than min_num=%d; waiting for all of them",
+                batch_id,
+                len(batch.tasks),
+                min_num,
             )
-        )[0]
-
-    async def wait_all(
-        self, timeout: Optional[float] = None, clear_timeout_tasks: bool = True
-    ) -> None:
-        """Until every batch is complete; results stay to be taken.
-
-        Raises:
-            TimeoutError: not within ``timeout`` seconds; with ``clear_timeout_tasks`` what is
-                unfinished was cancelled.
-        """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        for batch_id in list(self.state.batches):
-            if await self._waits.wait(batch_id, None, deadline):
-                continue
-            left = [b.batch_id for b in self.state.batches.values() if not b.complete]
-            if clear_timeout_tasks:
-                for unfinished in left:
-                    now = time.monotonic()
-                    self._apply(self.state.cancel_unfinished(unfinished, now, restart=True))
-            raise TimeoutError(f"batches {left} are not complete after {timeout:g} s")
-
-    def drain_batch_payload_results(self, batch_id: BatchId) -> tuple[list[Status], list[bytes]]:
-        """Take what is finished of a batch now, without waiting."""
-        result = self.state.drain(batch_id)
-        return result.statuses, result.payloads
-
-    def discard_completed_results(self, batch_id: BatchId) -> None:
-        """Forget the results of a batch that were not taken."""
-        self.state.drain(batch_id)
+        in_time = await until(lambda: state.enough(batch_id, min_num), timeout)
+        grace = self._policy.wait_after_min_s if wait_after_min_s is None else wait_after_min_s
+        if in_time and grace > 0:
+            if deadline is not None:
+                grace = min(grace, max(deadline - time.monotonic(), 0.0))
+            await until(lambda: state.enough(batch_id), grace)
+        if clear_timeout_tasks and not state.enough(batch_id):
+            # ask what runs for what it has, then cancel the rest
+            cut, partial = state.cancel_unfinished, return_partial_tasks
+            self._apply(cut(batch_id, time.monotonic(), partial, recall=True))
+            await until(lambda: state.enough(batch_id), self._policy.recall_s)
+            self._apply(cut(batch_id, time.monotonic(), partial, restart=not in_time))
+        return state.drain(batch_id)
 
     async def abort_batch(
         self, batch_id: BatchId, return_partial_tasks: bool = False, restart_runners: bool = True
@@ -229,25 +178,16 @@ class Scheduler:
             return batch.counts if batch else Counts()
         counts, instructions = self.state.discard(batch_id, now, restart_runners)
         self._apply(instructions)
-        await self._waits.notify()
+        self.changes.notify()
         return counts
-
-    def has_step(self, batch_id: BatchId) -> bool:
-        """Whether anything of the batch is pending, running or not yet taken."""
-        return batch_id in self.state.batches
-
-    def dynamic_timeout(self, timeout: Optional[float] = None) -> float:
-        """Seconds that an attempt of a training task may take now.
-
-        ``explorer.dynamic_timeout.ratio`` times the mean training sub-task, once enough
-        batches are complete; at most ``timeout`` (None: ``explorer.max_timeout_s``).
-        """
-        limit = self.state.pace.limit_s()
-        return limit if timeout is None else min(timeout, limit)
 
     def set_slots(self, slots: Optional[int]) -> None:
         """Bound the sub-tasks in flight; starts what now fits."""
         self._apply(self.state.set_limit(slots, time.monotonic()))
+
+    def _apply(self, instructions: Sequence[Instruction]) -> None:
+        if self._executor is not None:
+            self._executor.apply(instructions)
 
     # state ----------------------------------------------------------------------------
     @property
@@ -258,56 +198,10 @@ class Scheduler:
     def pending(self) -> int:
         return len(self.state.pending)
 
-    def get_key_state(self, key: str) -> dict[int, Any]:
-        """One field of every runner that has it."""
-        return {i: state[key] for i, state in self.get_all_state().items() if key in state}
-
-    def get_runner_state(self, runner_id: int) -> dict[str, Any]:
-        """What a runner does or did last; empty when it is unknown.
-
-        ``workflow_id`` (batch/task/run), ``repeat_cnt``, ``model_version``, ``begin_time``,
-        ``terminate_time`` (None: still running), ``running_time`` (seconds), and what the
-        workflow stored itself.
-        """
-        runner = self.runners.get(runner_id)
-        return {} if runner is None else dict(runner.update_state())
-
-    def get_all_state(self) -> dict[int, dict[str, Any]]:
-        """:meth:`get_runner_state` of all runners."""
-        return self.runners.states()
-
-    def print_all_state(self) -> None:
-        """Log :meth:`get_all_state` as a table."""
-        log.info("runners:\n%s", self.runners.render())
-
-    # ----------------------------------------------------------------------------------
-    def _require_started(self) -> Hands:
-        if self._hands is None:
-            raise RuntimeError("the scheduler is not started; await start() first")
-        return self._hands
-
-    def _apply(self, instructions: Sequence[Instruction]) -> None:
-        if self._hands is not None:
-            self._hands.apply(instructions)
-
-    async def _cut(self, batch_id: BatchId, partial: Optional[bool], restart: bool) -> None:
-        """Ask what runs for what it has, then cancel the rest."""
-        now = time.monotonic()
-        cut = self.state.cancel_unfinished
-        self._apply(cut(batch_id, now, partial, recall=True))
-        await self._waits.wait(batch_id, None, now + self._policy.recall_s)
-        self._apply(cut(batch_id, time.monotonic(), partial, restart))
-
-    def _check_minimum(self, batch_id: BatchId, min_num: Optional[int]) -> None:
-        batch = self.state.batches.get(batch_id)
-        if batch is not None and min_num is not None and min_num > len(batch.tasks):
-            log.warning(
-                "batch %s has %d tasks, fewer than min_num=%d; waiting for all of them",
-                batch_id,
-                len(batch.tasks),
-                min_num,
-            )
-
-    def task_done_callback(self, attempt_id: int, outcome: Outcome, payload: bytes) -> None:
-        """An attempt is done elsewhere: book its outcome as if its worker had reported it."""
-        self._apply(self.state.finished(attempt_id, outcome, payload, time.monotonic()))
+    def status(self) -> dict[str, Any]:
+        """``in_flight`` sub-tasks; ``runners``: states of the busiest lanes, the longest at work
+        first; ``late_workers``: event loops more than a second behind, with the seconds."""
+        lags = self.watch.lags() if self.watch is not None else {}
+        late = {name: round(lag, 1) for name, lag in lags.items() if lag > LATE_S}
+        busy = self.lanes.busy(SHOWN)
+        return {"in_flight": self.in_flight, "runners": busy, "late_workers": late}

@@ -1,7 +1,7 @@
 """The scheduler's decisions: events in, instructions out; no I/O, no clock, no Dask.
 
 Invariant: every run of every scheduled task ends in exactly one of succeeded, failed and
-cancelled; a place never executes more sub-tasks than it has lanes; an event about an attempt
+cancelled; a worker never executes more sub-tasks than it has lanes; an event about an attempt
 that is not out any more (it was cancelled, lost or given up) changes nothing.
 
 Two deadlines, kept apart: that of an attempt costs the attempt, and a retry still has its
@@ -10,14 +10,14 @@ own full time; that of a batch cancels what is left of the batch.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Optional
 
-from trinity_dask.explorer.schedule.deadlines import Deadlines
-from trinity_dask.explorer.schedule.outcome import Outcome, RunError
+from trinity_dask.explorer.metrics import task_metrics
 from trinity_dask.explorer.schedule.pending import Pending
-from trinity_dask.explorer.schedule.places import GROUPS, ROLLOUT, RUNNER, Places, no_place
 from trinity_dask.explorer.schedule.policy import (
     REPLACE,
     Cancel,
@@ -29,39 +29,44 @@ from trinity_dask.explorer.schedule.policy import (
     SchedulePolicy,
     Submit,
 )
-from trinity_dask.explorer.schedule.results import settle
 from trinity_dask.explorer.schedule.tasks import (
+    AttemptOutcome,
     BatchId,
     BatchResult,
     BatchState,
     Counts,
-    RunningTaskState,
+    RunError,
+    RunningAttempt,
+    ScheduledTask,
+    Status,
     SubTask,
-    TaskWrapper,
 )
+from trinity_dask.explorer.schedule.workers import GROUPS, ROLLOUT, RUNNER, Workers, no_worker
 
 WORKER_LOST = "WorkerLost"
 ATTEMPT_TIMEOUT = "AttemptTimeout"
 RECALLED = "Recalled"  # the error of a run that was not finished when its batch was cut off
+GROUP_DROPPED = "PartialGroupDropped"
+SPARE_DEADLINES = 64
 
 
 class SchedulerState:
-    """Batches, their sub-tasks, the places, and the attempts that are out.
+    """Batches, their sub-tasks, the workers, and the attempts that are out.
 
     Every event method takes ``now`` (seconds of any steady clock) and returns the
     instructions that follow from the event, in the order to carry them out. ``limit`` bounds
-    the sub-tasks in execution over all places (None: the places alone do).
+    the sub-tasks in execution over all workers (None: their lanes alone do).
     """
 
     def __init__(self, policy: SchedulePolicy, limit: Optional[int] = None) -> None:
         self.policy = policy
         self.limit = limit
         self.pace = Pace(policy)
-        self.places = Places()
+        self.workers = Workers()
         self.batches: dict[BatchId, BatchState] = {}
-        self.running: dict[int, RunningTaskState] = {}
+        self.running: dict[int, RunningAttempt] = {}
         self.pending = Pending()
-        self._deadlines = Deadlines()
+        self._deadlines = _Deadlines()
         self._look_again: Optional[float] = None
         self._attempt_ids = itertools.count(1)
 
@@ -80,13 +85,15 @@ class SchedulerState:
         """
         if not tasks:
             return []
-        batch = self.batches.get(batch_id) or self._new_batch(batch_id, tasks[0].is_eval)
+        batch = self.batches.get(batch_id)
+        if batch is None:
+            batch = self.batches[batch_id] = BatchState(batch_id, tasks[0].is_eval)
+            self.pending.add_batch(batch_id)
         for task in tasks:
-            wrapper = TaskWrapper(
-                task, batch_id, len(batch.tasks), task.repeat_times, batch.is_eval
-            )
-            batch.tasks.append(wrapper)
-            sub_tasks = wrapper.split(self.policy.max_repeat_times_per_runner)
+            number, n = len(batch.tasks), task.repeat_times
+            scheduled = ScheduledTask(task, batch_id, number, n, batch.is_eval)
+            batch.tasks.append(scheduled)
+            sub_tasks = scheduled.split(self.policy.max_repeat_times_per_runner)
             self.pending.extend(batch_id, sub_tasks, group_of(task))
         batch.unfinished_tasks += len(tasks)
         batch.counts += Counts(scheduled=sum(task.repeat_times for task in tasks))
@@ -121,13 +128,26 @@ class SchedulerState:
         batch.cut = True
         self.pending.clear(batch_id)
         recall = recall and partial and self.policy.keep_partial
-        instructions = self._cancel_running(batch_id, restart, recall)
+        instructions: list[Instruction] = []
+        blocked: dict[str, None] = {}  # an ordered set
+        for attempt_id, attempt in list(self.running.items()):
+            if attempt.sub_task.task.batch_id != batch_id:
+                continue
+            if recall and (attempt.ended or attempt.sub_task.repeat_times > 1):
+                instructions.append(Recall(attempt_id))
+                continue
+            self._out(attempt_id)
+            instructions.append(Cancel(attempt_id))
+            if restart and self._may_block(attempt):
+                blocked[attempt.worker] = None
+        for worker in blocked:
+            instructions += self._restart(worker)
         awaited = {id(attempt.sub_task) for attempt in self.running.values()}
-        for wrapper in batch.tasks:
-            if not wrapper.emitted:
-                for sub_task in wrapper.sub_tasks:
+        for task in batch.tasks:
+            if not task.emitted:
+                for sub_task in task.sub_tasks:
                     sub_task.cancelled |= sub_task.outcome is None and id(sub_task) not in awaited
-                instructions += self._settle(wrapper, partial)
+                instructions += self._settle(task, partial)
         return [*instructions, *self._fill(now)]
 
     def discard(
@@ -135,10 +155,9 @@ class SchedulerState:
     ) -> tuple[Counts, list[Instruction]]:
         """Cancel and forget a batch; returns its final counts."""
         instructions = self.cancel_unfinished(batch_id, now, restart=restart)
-        batch = self.batches.get(batch_id)
-        counts = batch.counts if batch else Counts()
-        self._forget(batch_id)
-        return counts, instructions
+        batch = self.batches.pop(batch_id, None)
+        self.pending.forget(batch_id)
+        return batch.counts if batch else Counts(), instructions
 
     # events: attempts -----------------------------------------------------------------
     def started(self, attempt_ids: Iterable[int], now: float) -> list[Instruction]:
@@ -157,23 +176,26 @@ class SchedulerState:
             if attempt is not None and not attempt.ended:
                 attempt.ended = True
                 self._deadlines.set(attempt_id, now + self.policy.fetch_timeout_s)
-                self.places[attempt.place].give_back(attempt.runner_id)
+                self.workers[attempt.worker].give_back(attempt.lane)
         return self._fill(now)
 
     def finished(
-        self, attempt_id: int, outcome: Outcome, payload: Optional[bytes], now: float
+        self, attempt_id: int, outcome: AttemptOutcome, payload: Optional[bytes], now: float
     ) -> list[Instruction]:
-        """An attempt reported; its payload is kept if the outcome is final."""
-        attempt = self.running.get(attempt_id)
+        """An attempt reported; its payload is kept if the outcome is final.
+
+        A runner worker on which it left user code running, which only the end of its process
+        can stop, is restarted; a rollout worker never, its engine is worth more.
+        """
+        attempt = self._out(attempt_id)
         if attempt is None:
             return []
+        worker = self.workers[attempt.worker]
         if outcome.status.ok:
-            self.places[attempt.place].observe(outcome.seconds)
-        self._out(attempt_id)
+            worker.observe(outcome.seconds)
         instructions = self._conclude(attempt.sub_task, outcome, payload)
-        place = self.places[attempt.place]
-        if outcome.restart_runner and place.group == RUNNER and place.up:
-            instructions += self._restart(attempt.place)
+        if outcome.runner.get("abandoned_threads", 0) > 0 and worker.group == RUNNER and worker.up:
+            instructions += self._restart(attempt.worker)
         return [*self._fill(now), *instructions]
 
     def failed(self, attempt_id: int, error: RunError, now: float) -> list[Instruction]:
@@ -181,32 +203,27 @@ class SchedulerState:
         attempt = self._out(attempt_id)
         if attempt is None:
             return []
-        lost = Outcome.lost(attempt.sub_task.repeat_times, error)
-        instructions = self._conclude(attempt.sub_task, lost, None)
+        instructions = self._lost(attempt.sub_task, error)
         return [*self._fill(now), *instructions]
 
-    # events: places -------------------------------------------------------------------
-    def place_up(
+    # events: workers ------------------------------------------------------------------
+    def worker_up(
         self, name: str, capacity: int, now: float, group: str = ROLLOUT
     ) -> list[Instruction]:
         """A worker takes ``capacity`` sub-tasks at a time from now on."""
-        instructions = self.place_lost(name, now)
-        self.places.up(name, capacity, group)
+        instructions = self.worker_lost(name, now)
+        self.workers.up(name, capacity, group)
         return [*instructions, *self._fill(now)]
 
-    def place_lost(self, name: str, now: float, forever: bool = False) -> list[Instruction]:
+    def worker_lost(self, name: str, now: float) -> list[Instruction]:
         """A worker died: costs each sub-task on it one attempt."""
-        self.places.down(name)
+        self.workers.down(name)
         instructions: list[Instruction] = []
-        for attempt_id in reversed(self._at(name)):  # so that they queue up in their order
-            instructions.append(Cancel(attempt_id))
+        for attempt_id in self._on(name):
+            sub_task = self.running[attempt_id].sub_task
+            self._out(attempt_id)
             error = RunError(WORKER_LOST, f"the worker of {name} died")
-            attempt = self._out(attempt_id)
-            assert attempt is not None
-            lost = Outcome.lost(attempt.sub_task.repeat_times, error)
-            instructions += self._conclude(attempt.sub_task, lost, None)
-        if forever:
-            self.places.forget(name)
+            instructions += [Cancel(attempt_id), *self._lost(sub_task, error)]
         return [*instructions, *self._fill(now)]
 
     def set_limit(self, limit: Optional[int], now: float) -> list[Instruction]:
@@ -222,8 +239,15 @@ class SchedulerState:
             if batch.deadline is not None and batch.deadline <= now and not batch.complete:
                 instructions += self._cut(batch, now)
         for attempt_id in self._deadlines.over(now):
-            if attempt_id in self.running:  # not given up with a worker that was restarted
-                instructions += self._give_up(attempt_id, now)
+            attempt = self.running.get(attempt_id)
+            if attempt is not None:  # not given up with a worker that was restarted
+                # it did not even report that its time was over
+                what = f"no report {attempt.timeout_s:g} s after its start; it was stopped"
+                self._out(attempt_id)
+                instructions.append(Cancel(attempt_id))
+                if self._may_block(attempt):
+                    instructions += self._restart(attempt.worker)
+                instructions += self._lost(attempt.sub_task, RunError(ATTEMPT_TIMEOUT, what))
         return [*instructions, *self._fill(now)]
 
     def next_deadline(self) -> Optional[float]:
@@ -233,6 +257,14 @@ class SchedulerState:
         return min(dues, default=None)
 
     # queries --------------------------------------------------------------------------
+    def enough(self, batch_id: BatchId, min_num: Optional[int] = None) -> bool:
+        """Whether nothing of a batch is outstanding (an unknown one: so it is), or ``min_num``
+        tasks (None: never) are finished with at least one good run."""
+        batch = self.batches.get(batch_id)
+        if batch is None or batch.complete:
+            return True
+        return min_num is not None and batch.completed_tasks >= min_num
+
     def drain(self, batch_id: BatchId) -> BatchResult:
         """Take the results of a batch; a complete batch is forgotten. Unknown: empty."""
         batch = self.batches.get(batch_id)
@@ -240,77 +272,90 @@ class SchedulerState:
             return BatchResult(batch_id, [], [], Counts(), {})
         if batch.complete:
             self.pace.completed_steps += not batch.is_eval and not batch.counts.cancelled
-            self._forget(batch_id)
-        return batch.take_results()
+            del self.batches[batch_id]
+            self.pending.forget(batch_id)
+        statuses, batch.statuses = batch.statuses, []
+        payloads, batch.payloads = batch.payloads, []
+        return BatchResult(
+            batch_id,
+            statuses,
+            payloads,
+            batch.counts,
+            dict(batch.failures),
+            batch.first_error,
+            batch.retries,
+            batch.complete,
+        )
 
     @property
     def busy(self) -> int:
         """Lanes in use."""
-        return self.places.busy
+        return self.workers.busy
 
-    # ----------------------------------------------------------------------------------
-    def _new_batch(self, batch_id: BatchId, is_eval: bool) -> BatchState:
-        batch = self.batches[batch_id] = BatchState(batch_id, is_eval)
-        self.pending.add_batch(batch_id)
-        return batch
-
+    # starting -------------------------------------------------------------------------
     def _fill(self, now: float) -> list[Instruction]:
         """Start sub-tasks while lanes are free."""
         instructions: list[Instruction] = []
-        room = self.places.room(self.limit)
+        room = sum(worker.free for worker in self.workers)
+        if self.limit is not None:
+            room = min(room, self.limit - self.busy)
         self._look_again = None
         for group in GROUPS:
             while room > 0 and (waiting := self.pending.count(group)):
-                place = self.places.choose(group, waiting, now)
-                if place is None:
-                    self._look_again = self.places.look_again(group, now)
+                worker = self.workers.choose(group, waiting, now)
+                if worker is None:
+                    self._look_again = self.workers.look_again(group, now)
                     break
                 sub_task = self.pending.pop(group)
                 assert sub_task is not None
-                instructions.append(self._start(sub_task, place.name, now))
+                instructions.append(self._start(sub_task, worker.name, now))
                 room -= 1
-        self._start_clock(now)
+        # the time of the first batch in order runs, whether anything of it runs or not
+        for batch_id in self.pending.batches():
+            if not self.batches[batch_id].complete:
+                self._start_clock(self.batches[batch_id], now)
+                break
         return instructions
 
-    def _start_clock(self, now: float) -> None:
-        """The time of the first batch in order runs, whether anything of it runs or not."""
-        for batch_id in self.pending.batches():
-            batch = self.batches[batch_id]
-            if not batch.complete:
-                if batch.deadline is None:
-                    batch.deadline = now + self.policy.batch_timeout_s
-                return
+    def _start_clock(self, batch: BatchState, now: float) -> None:
+        if batch.deadline is None:
+            batch.deadline = now + self.policy.batch_timeout_s
 
-    def _start(self, sub_task: SubTask, place: str, now: float) -> Submit:
+    def _start(self, sub_task: SubTask, worker: str, now: float) -> Submit:
         attempt_id = next(self._attempt_ids)
         sub_task.attempts += 1
         batch = self.batches[sub_task.task.batch_id]
-        if batch.deadline is None:
-            batch.deadline = now + self.policy.batch_timeout_s
+        self._start_clock(batch, now)
         limit = self.pace.limit_s(batch.is_eval)
-        lane = self.places[place].take(now)
-        attempt = RunningTaskState(sub_task, place, lane, now, 0.0, limit)
-        self.running[attempt_id] = attempt
+        lane = self.workers[worker].take(now)
+        attempt = self.running[attempt_id] = RunningAttempt(sub_task, worker, lane, now, limit)
         self._set_deadline(attempt_id, attempt)
-        return Submit(attempt_id, sub_task, place, lane, limit)
+        return Submit(attempt_id, sub_task, worker, lane, limit)
 
-    def _set_deadline(self, attempt_id: int, attempt: RunningTaskState) -> None:
-        attempt.deadline = attempt.started + attempt.timeout_s + self.policy.attempt_slack_s
-        self._deadlines.set(attempt_id, attempt.deadline)
+    def _set_deadline(self, attempt_id: int, attempt: RunningAttempt) -> None:
+        due = attempt.started + attempt.timeout_s + self.policy.attempt_slack_s
+        self._deadlines.set(attempt_id, due)
 
-    def _out(self, attempt_id: int) -> Optional[RunningTaskState]:
+    # ending ---------------------------------------------------------------------------
+    def _out(self, attempt_id: int) -> Optional[RunningAttempt]:
         """Take an attempt off the books; None when it is not on them."""
         attempt = self.running.pop(attempt_id, None)
         self._deadlines.drop(attempt_id)
         if attempt is not None and not attempt.ended:  # an ended one's lane may be another's now
-            self.places[attempt.place].give_back(attempt.runner_id)
+            self.workers[attempt.worker].give_back(attempt.lane)
         return attempt
 
-    def _at(self, place: str) -> list[int]:
-        return [a for a, attempt in self.running.items() if attempt.place == place]
+    def _on(self, worker: str) -> list[int]:
+        """Attempts on a worker, last first, so that they queue up in their order."""
+        return [a for a, attempt in reversed(self.running.items()) if attempt.worker == worker]
+
+    def _lost(self, sub_task: SubTask, error: RunError) -> list[Instruction]:
+        """An attempt, off the books already, came back with nothing."""
+        lost = AttemptOutcome.all_failed(sub_task.repeat_times, error)
+        return self._conclude(sub_task, lost, None)
 
     def _conclude(
-        self, sub_task: SubTask, outcome: Outcome, payload: Optional[bytes]
+        self, sub_task: SubTask, outcome: AttemptOutcome, payload: Optional[bytes]
     ) -> list[Instruction]:
         """Another attempt, or the end of the sub-task."""
         batch = self.batches[sub_task.task.batch_id]
@@ -329,19 +374,54 @@ class SchedulerState:
         sub_task.payload = payload if outcome.status.completed_runs else None
         return self._settle(sub_task.task, True)
 
-    def _settle(self, wrapper: TaskWrapper, partial: bool) -> list[Instruction]:
-        """Emit the task if its last sub-task has ended."""
-        if wrapper.emitted or not wrapper.finished:
+    def _settle(self, task: ScheduledTask, keep_cut: bool) -> list[Instruction]:
+        """Emit a task if its last sub-task has ended: its runs are counted, its result joins
+        its batch, and its sub-tasks hold no payloads any more.
+
+        ``keep_cut``: the finished runs of a group that was cut off are of use.
+        """
+        if task.emitted or not all(sub.finished for sub in task.sub_tasks):
             return []
-        batch = self.batches[wrapper.batch_id]
-        settle(batch, wrapper, self.policy.keep_partial, partial)
+        task.emitted = True
+        batch, total = self.batches[task.batch_id], task.total_runs
+        outcomes = [sub.outcome for sub in task.sub_tasks if sub.outcome is not None]
+        errors = [error for outcome in outcomes for error in outcome.errors]
+        kept = completed = sum(outcome.status.completed_runs for outcome in outcomes)
+        cancelled = sum(sub.repeat_times for sub in task.sub_tasks if sub.cancelled)
+        if kept < total and not (self.policy.keep_partial and (keep_cut or not cancelled)):
+            kept = 0
+        if cancelled:  # finished runs of a cut group that is not wanted go the way of the rest
+            cancelled += completed - kept
+        failed = total - kept - cancelled
+        batch.counts += Counts(succeeded=kept, failed=failed, cancelled=cancelled)
+        batch.failures.update(error.type for error in errors[:failed])
+        if failed > len(errors):  # successful runs of a group that was dropped as a whole
+            batch.failures[GROUP_DROPPED] += failed - len(errors)
+        if failed and errors and batch.first_error is None:
+            batch.first_error = errors[0]
+        if kept or not cancelled:
+            runs = [m for outcome in outcomes for m in outcome.status.metrics if kept]
+            metrics = task_metrics(runs, [o.seconds for o in outcomes], task.is_eval)
+            message = None
+            if kept < total:
+                message = f"{completed}/{total} runs completed successfully"
+                message += f"; first error: {errors[0]}" if errors else ""
+            batch.statuses.append(Status(kept, total, [metrics], message))
+            batch.payloads += [s.payload for s in task.sub_tasks if kept and s.payload is not None]
+            batch.completed_tasks += kept > 0
+        task.task = None
+        for sub in task.sub_tasks:
+            sub.payload = None
+            if sub.outcome is not None:
+                status = replace(sub.outcome.status, metrics=[])
+                sub.outcome = replace(sub.outcome, status=status, errors=())
+        batch.unfinished_tasks -= 1
         return [Emit(batch.batch_id, batch.complete)]
 
-    # giving up ------------------------------------------------------------------------
     def _cut(self, batch: BatchState, now: float) -> list[Instruction]:
         """The batch's time is over: once its attempts are asked back, then they are cancelled."""
-        if batch.first_error is None and not any(place.up for place in self.places):
-            batch.first_error = no_place(self.places, self.policy.batch_timeout_s)
+        if batch.first_error is None and not any(worker.up for worker in self.workers):
+            batch.first_error = no_worker(self.workers, self.policy.batch_timeout_s)
         recall = not batch.cut
         batch.deadline = now + self.policy.recall_s
         cancel = self.cancel_unfinished
@@ -350,51 +430,49 @@ class SchedulerState:
             instructions += cancel(batch.batch_id, now, restart=True)
         return instructions
 
-    def _cancel_running(self, batch_id: BatchId, restart: bool, recall: bool) -> list[Instruction]:
-        instructions: list[Instruction] = []
-        blocked: dict[str, None] = {}  # an ordered set
-        for attempt_id, attempt in list(self.running.items()):
-            if attempt.task.batch_id != batch_id:
-                continue
-            if recall and (attempt.ended or attempt.sub_task.repeat_times > 1):
-                instructions.append(Recall(attempt_id))
-            else:
-                self._out(attempt_id)
-                instructions.append(Cancel(attempt_id))
-                if restart and self._may_block(attempt):
-                    blocked[attempt.place] = None
-        for place in blocked:
-            instructions += self._restart(place)
-        return instructions
+    def _may_block(self, attempt: RunningAttempt) -> bool:
+        """Whether it may go on in its worker when it is cancelled."""
+        return self.workers[attempt.worker].group == RUNNER and not attempt.ended
 
-    def _may_block(self, attempt: RunningTaskState) -> bool:
-        on_runner = self.places[attempt.place].group == RUNNER
-        return on_runner and attempt.restart_runner_on_cancel and not attempt.ended
-
-    def _give_up(self, attempt_id: int, now: float) -> list[Instruction]:
-        """An attempt did not even report that its time was over."""
-        attempt = self._out(attempt_id)
-        assert attempt is not None
-        limit = attempt.timeout_s
-        error = RunError(ATTEMPT_TIMEOUT, f"no report {limit:g} s after its start; it was stopped")
-        instructions: list[Instruction] = [Cancel(attempt_id)]
-        if self._may_block(attempt):
-            instructions += self._restart(attempt.place)
-        lost = Outcome.lost(attempt.sub_task.repeat_times, error)
-        return [*instructions, *self._conclude(attempt.sub_task, lost, None)]
-
-    def _restart(self, place: str) -> list[Instruction]:
+    def _restart(self, worker: str) -> list[Instruction]:
         """Kill a worker; what else runs there starts again elsewhere, at no cost to it."""
-        instructions: list[Instruction] = [Restart(place)]
-        self.places.down(place)
-        for attempt_id in reversed(self._at(place)):
-            attempt = self._out(attempt_id)
-            assert attempt is not None
-            attempt.sub_task.attempts -= 1
-            self.pending.push_front(attempt.sub_task)
+        instructions: list[Instruction] = [Restart(worker)]
+        self.workers.down(worker)
+        for attempt_id in self._on(worker):
+            sub_task = self.running[attempt_id].sub_task
+            self._out(attempt_id)
+            sub_task.attempts -= 1
+            self.pending.push_front(sub_task)
             instructions.append(Cancel(attempt_id))
         return instructions
 
-    def _forget(self, batch_id: BatchId) -> None:
-        self.batches.pop(batch_id, None)
-        self.pending.forget(batch_id)
+
+class _Deadlines:
+    """The earliest of many deadlines by number, in seconds of the caller's clock.
+
+    The memory is in proportion to the deadlines that stand, not to those there were.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int]] = []
+        self._due: dict[int, float] = {}
+
+    def set(self, number: int, due: float) -> None:
+        self._due[number] = due
+        heapq.heappush(self._heap, (due, number))
+        if len(self._heap) > 2 * len(self._due) + SPARE_DEADLINES:
+            self._heap = [(when, which) for which, when in self._due.items()]
+            heapq.heapify(self._heap)
+
+    def drop(self, number: int) -> None:
+        self._due.pop(number, None)
+
+    def first(self) -> Optional[float]:
+        """The earliest deadline that stands, or None."""
+        while self._heap and self._due.get(self._heap[0][1]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def over(self, now: float) -> list[int]:
+        """Numbers whose deadline has passed, earliest first. They stay until dropped."""
+        return [n for n, due in sorted(self._due.items(), key=lambda item: item[1]) if due <= now]

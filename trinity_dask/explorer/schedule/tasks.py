@@ -1,7 +1,8 @@
-"""The scheduler's records: tasks, the sub-tasks they are split into, and their results.
+"""The scheduler's records: tasks, the sub-tasks they are split into, and how these ended.
 
 Invariant: a task is finished exactly once, when its last sub-task is; each of its runs is
-then counted as succeeded, failed or cancelled.
+then counted as succeeded, failed or cancelled. A status is data: it is made where the runs
+happened and travels unchanged.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, Optional
 
-from trinity_dask.explorer.schedule.outcome import Outcome, RunError, Status
+from trinity_dask.experience.payload import peek_header
 
 BatchId = int | str
 
@@ -26,6 +27,91 @@ def sort_batch_id(batch_id: BatchId) -> tuple[float, int]:
         return (batch_id, 0)
     digits = re.match(r"\d+", batch_id)
     return (int(digits.group()), 1) if digits else (math.inf, 1)
+
+
+@dataclass(frozen=True)
+class RunError:
+    """Why a run failed: exception type, message, and the end of its traceback."""
+
+    type: str
+    message: str
+    traceback: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.type}: {self.message}"
+
+
+@dataclass(frozen=True)
+class Status:
+    """How ``total_runs`` runs of one task ended.
+
+    ``metrics`` holds one dict per run (or per experience, for repeating workflows) until
+    the runs of a task are put together; after that exactly one. ``message`` is None when
+    ``ok``.
+    """
+
+    completed_runs: int
+    total_runs: int
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    message: Optional[str] = None
+
+    @property
+    def ok(self) -> bool:
+        return self.completed_runs == self.total_runs
+
+
+@dataclass(frozen=True)
+class AttemptOutcome:
+    """What one attempt at a sub-task reported.
+
+    ``errors`` has one entry per failed run. ``retryable`` is false when another attempt
+    must fail in the same way (a workflow that does not exist). ``runner`` is the last state of
+    its lane (see ``WorkflowRunner.get_runner_state``), with ``worker`` (its name),
+    ``abandoned_threads`` (of its process: given up, and still running) and ``loop_lag_s`` (the
+    longest delay of the worker's event loop meanwhile).
+    """
+
+    status: Status
+    errors: tuple[RunError, ...] = ()
+    seconds: float = 0.0
+    retryable: bool = True
+    runner: dict[str, Any] = field(default_factory=dict)
+
+    def to_header(self) -> dict[str, Any]:
+        """As JSON-able values, for a payload header."""
+        return {
+            "completed_runs": self.status.completed_runs,
+            "total_runs": self.status.total_runs,
+            "metrics": self.status.metrics,
+            "message": self.status.message,
+            "errors": [[e.type, e.message, e.traceback] for e in self.errors],
+            "seconds": self.seconds,
+            "retryable": self.retryable,
+            "runner": self.runner,
+        }
+
+    @classmethod
+    def of_payload(cls, payload: bytes) -> AttemptOutcome:
+        """The outcome in a payload's header; the rows are not touched.
+
+        Raises:
+            ValueError: ``payload`` is none, or not of an attempt.
+        """
+        header = peek_header(payload)
+        try:
+            status = Status(
+                *(header[k] for k in ("completed_runs", "total_runs", "metrics", "message"))
+            )
+            errors = tuple(RunError(*error) for error in header["errors"])
+            more = header["seconds"], header["retryable"], header.get("runner", {})
+        except KeyError as error:
+            raise ValueError(f"not the payload of a sub-task: {error!r}") from error
+        return cls(status, errors, *more)
+
+    @classmethod
+    def all_failed(cls, n: int, error: RunError, retryable: bool = True) -> AttemptOutcome:
+        """Of an attempt at ``n`` runs that came back with nothing."""
+        return cls(Status(0, n, [], str(error)), (error,) * n, retryable=retryable)
 
 
 @dataclass(frozen=True)
@@ -55,15 +141,15 @@ class SubTask:
     """``repeat_times`` runs of a task from run ``run_id_base`` on: what is submitted at once.
 
     ``attempts`` counts executions that were held against it; ``group`` is the group of
-    places where it may run.
+    workers on which it may run.
     """
 
-    task: TaskWrapper
+    task: ScheduledTask
     repeat_times: int
     run_id_base: int
     attempts: int = 0
     group: str = ""
-    outcome: Optional[Outcome] = None
+    outcome: Optional[AttemptOutcome] = None
     payload: Optional[bytes] = None
     cancelled: bool = False
 
@@ -78,7 +164,7 @@ class SubTask:
 
 
 @dataclass
-class TaskWrapper:
+class ScheduledTask:
     """A task of a batch, with what its sub-tasks have reported so far."""
 
     task: Any
@@ -98,7 +184,9 @@ class TaskWrapper:
         ]
         return self.sub_tasks
 
-    def cut_missing(self, sub_task: SubTask, outcome: Outcome, error_type: str) -> Outcome:
+    def cut_missing(
+        self, sub_task: SubTask, outcome: AttemptOutcome, error_type: str
+    ) -> AttemptOutcome:
         """Runs that failed with ``error_type`` were cut off: they become a cancelled sub-task.
 
         Returns the outcome of the others.
@@ -113,7 +201,7 @@ class TaskWrapper:
         status = replace(outcome.status, total_runs=sub_task.repeat_times)
         return replace(outcome, status=status, errors=errors)
 
-    def replace_missing(self, sub_task: SubTask, outcome: Outcome) -> SubTask:
+    def replace_missing(self, sub_task: SubTask, outcome: AttemptOutcome) -> SubTask:
         """Close ``sub_task`` with its finished runs; a new sub-task makes the others again.
 
         The new runs get numbers of their own, since nobody knows which numbers the missing
@@ -123,84 +211,26 @@ class TaskWrapper:
         missing = sub_task.repeat_times - completed
         sub_task.repeat_times = completed
         status = Status(completed, completed, outcome.status.metrics)
-        sub_task.outcome = Outcome(status, (), outcome.seconds)
+        sub_task.outcome = AttemptOutcome(status, (), outcome.seconds)
         base = max(self.total_runs, *(s.run_id_base + s.repeat_times for s in self.sub_tasks))
         again = SubTask(self, missing, base, sub_task.attempts, sub_task.group)
         self.sub_tasks.append(again)
         return again
 
-    @property
-    def sub_task_num(self) -> int:
-        return len(self.sub_tasks)
-
-    @property
-    def finished_sub_task_num(self) -> int:
-        return sum(sub.finished for sub in self.sub_tasks)
-
-    @property
-    def finished(self) -> bool:
-        return all(sub.finished for sub in self.sub_tasks)
-
-    @property
-    def completed_runs(self) -> int:
-        return sum(sub.outcome.status.completed_runs for sub in self.sub_tasks if sub.outcome)
-
-    @property
-    def cancelled_runs(self) -> int:
-        return sum(sub.repeat_times for sub in self.sub_tasks if sub.cancelled)
-
-    @property
-    def metrics(self) -> list[dict[str, float]]:
-        return [m for sub in self.sub_tasks if sub.outcome for m in sub.outcome.status.metrics]
-
-    @property
-    def experience_payloads(self) -> list[bytes]:
-        return [sub.payload for sub in self.sub_tasks if sub.payload is not None]
-
-    @property
-    def errors(self) -> list[RunError]:
-        return [e for sub in self.sub_tasks if sub.outcome for e in sub.outcome.errors]
-
-    @property
-    def first_error(self) -> Optional[RunError]:
-        return next(iter(self.errors), None)
-
-    @property
-    def seconds(self) -> list[float]:
-        return [sub.outcome.seconds for sub in self.sub_tasks if sub.outcome]
-
-
-@dataclass(frozen=True)
-class CompletedTaskResult:
-    """A finished task: its status (one metrics dict) and the payloads of its sub-tasks."""
-
-    batch_id: BatchId
-    task_id: BatchId
-    status: Status
-    experience_payloads: list[bytes]
-
 
 @dataclass
-class RunningTaskState:
-    """A sub-task that is being executed, where, and when it is given up.
+class RunningAttempt:
+    """A sub-task that is being executed, and the lane of the worker that it occupies.
 
-    ``started`` and ``deadline`` are seconds of the scheduler's clock. ``runner_id`` is the
-    lane of ``place`` that it occupies. With ``restart_runner_on_cancel`` a cancelled batch
-    may have the runner worker restarted that executes this.
+    ``started`` is in seconds of the scheduler's clock; ``timeout_s`` later its time is over.
     """
 
     sub_task: SubTask
-    place: str
-    runner_id: int
+    worker: str
+    lane: int
     started: float
-    deadline: float
     timeout_s: float
-    restart_runner_on_cancel: bool = True
     ended: bool = False  # it has left its worker; only its payload is outstanding
-
-    @property
-    def task(self) -> TaskWrapper:
-        return self.sub_task.task
 
 
 @dataclass(frozen=True)
@@ -234,10 +264,11 @@ class BatchState:
     batch_id: BatchId
     is_eval: bool = False
     deadline: Optional[float] = None
-    tasks: list[TaskWrapper] = field(default_factory=list)
+    tasks: list[ScheduledTask] = field(default_factory=list)
     unfinished_tasks: int = 0
     counts: Counts = Counts()
-    results: list[CompletedTaskResult] = field(default_factory=list)
+    statuses: list[Status] = field(default_factory=list)
+    payloads: list[bytes] = field(default_factory=list)
     completed_tasks: int = 0  # finished ones with runs that are of use
     failures: Counter[str] = field(default_factory=Counter)
     first_error: Optional[RunError] = None
@@ -247,17 +278,3 @@ class BatchState:
     @property
     def complete(self) -> bool:
         return self.unfinished_tasks == 0
-
-    def take_results(self) -> BatchResult:
-        """What is finished and was not taken yet."""
-        results, self.results = self.results, []
-        return BatchResult(
-            self.batch_id,
-            [result.status for result in results],
-            [payload for result in results for payload in result.experience_payloads],
-            self.counts,
-            dict(self.failures),
-            self.first_error,
-            self.retries,
-            self.complete,
-        )

@@ -15,6 +15,7 @@ from typing import Any, Optional
 
 from distributed import Client
 
+from trinity_dask.aio import ended
 from trinity_dask.cluster.loop_watch import WARN_S
 from trinity_dask.cluster.placement import scheduler_of
 from trinity_dask.cluster.rpc import ActorHandle, ActorLost, exchange
@@ -62,8 +63,7 @@ class WorkerWatch:
     async def stop(self) -> None:
         task, self._task = self._task, None
         if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await ended([task])
 
     # what it knows ----------------------------------------------------------------------
     def take_lag(self) -> dict[str, float]:
@@ -89,23 +89,19 @@ class WorkerWatch:
             await asyncio.sleep(period)
 
     async def look(self) -> None:
-        """Ask everybody once."""
+        """Ask everybody once; the time that the scheduler takes to say who there is is its lag."""
         now = time.monotonic()
         full = self._interval_s > 0 and now - self._fetched >= self._interval_s
         if full:
             self._fetched = now
-        workers = await self._identity()
-        for name in self._workers.keys() - {*workers, "scheduler"}:
-            del self._workers[name]
-        await asyncio.gather(*(self._ask(name, at, full) for name, at in workers.items()))
-
-    async def _identity(self) -> dict[str, str]:
-        """Name and address of every worker; the time it takes is the scheduler's lag."""
         started = time.monotonic()
         async with asyncio.timeout(IDENTITY_S):
             identity = await scheduler_of(self._client).identity(n_workers=-1)
         self._note("scheduler", time.monotonic() - started)
-        return {str(info["name"]): address for address, info in identity["workers"].items()}
+        workers = {str(info["name"]): address for address, info in identity["workers"].items()}
+        for name in self._workers.keys() - {*workers, "scheduler"}:
+            del self._workers[name]
+        await asyncio.gather(*(self._ask(name, at, full) for name, at in workers.items()))
 
     async def _ask(self, name: str, address: str, full: bool) -> None:
         worker = self._workers.setdefault(name, _Worker())

@@ -22,9 +22,9 @@ from trinity_dask.cluster.settled import settle
 from trinity_dask.config import save as save_config
 from trinity_dask.config.schema import Config
 from trinity_dask.engines.pool import EnginePool
+from trinity_dask.explorer.coordinator import Coordinator
 from trinity_dask.explorer.engine_weights import EngineWeights
-from trinity_dask.explorer.explorer import Explorer
-from trinity_dask.explorer.rollout_coordinator import RolloutCoordinator
+from trinity_dask.explorer.loop import ExploreLoop
 from trinity_dask.launcher.accounts import lineage_accounts, require_balanced
 from trinity_dask.launcher.reporter import Reporter
 from trinity_dask.launcher.specs import (
@@ -65,12 +65,12 @@ class StageRunner:
         self.previous = previous
         self.request_stop = request_stop
         self.job_dir = Path(str(cfg.job_dir))
-        self.explorer: Optional[Explorer] = None
+        self.explorer: Optional[ExploreLoop] = None
         self.trainer: Optional[Trainer] = None
         self.buffer: Optional[ExperienceBuffer] = None
         self.synchronizer: Optional[Synchronizer] = None
         self.pool: Optional[EnginePool] = None
-        self.coordinator: Optional[RolloutCoordinator] = None
+        self.coordinator: Optional[Coordinator] = None
         self._stopping = False
 
     async def run(self) -> None:
@@ -166,13 +166,13 @@ class StageRunner:
         stack: AsyncExitStack,
         role: str,
         end_writes: Optional[Callable[[], Awaitable[None]]] = None,
-    ) -> Explorer:
+    ) -> ExploreLoop:
         assert self.pool is not None
-        self.coordinator = RolloutCoordinator(self.cfg, self.buffer, run_id=self.run_id)
+        self.coordinator = Coordinator(self.cfg, self.buffer, run_id=self.run_id)
         stack.push_async_callback(bounded, self.coordinator.shutdown, "coordinator")
         await self.coordinator.prepare()
         load_s = self.cfg.explorer.rollout_model.prepare_timeout_s
-        self.explorer = Explorer(
+        self.explorer = ExploreLoop(
             self.cfg,
             self.coordinator,
             self.synchronizer,

@@ -1,8 +1,9 @@
-"""The explorer: reads tasks, has them rolled out, meets the trainer, evaluates.
+"""The explorer's loop: reads tasks, has them rolled out, meets the trainer, evaluates.
 
 Invariant: batches are committed in the order of their steps, so the last manifest says how
 far exploration is; in every style but ``fully_async``, everything up to a boundary is committed
-before new weights are asked for. An error of any batch ends :meth:`Explorer.explore` with it.
+before new weights are asked for, and only then do the engines' weights change. An error of any
+batch ends :meth:`ExploreLoop.explore` with it.
 """
 
 from __future__ import annotations
@@ -13,52 +14,63 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, ClassVar, Optional
-from weakref import WeakValueDictionary
+from typing import Any, Optional
 
+from trinity_dask.aio import ended
 from trinity_dask.buffer.experience_buffer import ExperienceBuffer
 from trinity_dask.buffer.store.manifest import Manifest
 from trinity_dask.config import job_dir
 from trinity_dask.config.schema import Config
-from trinity_dask.explorer.batch_window import InFlight
-from trinity_dask.explorer.batches import EVAL, TRAIN, signature, step_of, train_batch_id
-from trinity_dask.explorer.benchmark import Benchmark
+from trinity_dask.explorer.batches import (
+    EVAL,
+    TRAIN,
+    BatchWindow,
+    signature,
+    train_batch_id,
+    train_step_of,
+)
+from trinity_dask.explorer.coordinator import Coordinator
 from trinity_dask.explorer.engine_weights import EngineWeights
-from trinity_dask.explorer.evaluation import Evaluations
-from trinity_dask.explorer.rollout_coordinator import RolloutCoordinator
-from trinity_dask.explorer.tasks.task_stream import TaskStream
-from trinity_dask.explorer.tasks.taskset_reader import TasksetReader
-from trinity_dask.explorer.weight_calls import WeightCalls
+from trinity_dask.explorer.evaluation import Benchmark, Evaluations
+from trinity_dask.explorer.task_stream import TasksetReader, TaskStream
 from trinity_dask.files import read_json, write_json
 from trinity_dask.monitor.monitor import Monitor
 from trinity_dask.sync.synchronizer import Synchronizer
 
 log = logging.getLogger("trinity_dask.explorer")
 
+FULLY_ASYNC = "fully_async"
+WATCH_S = 30.0  # one long-poll for new weights
 
-class Explorer(WeightCalls):
+
+class ExploreLoop:
     """One explorer of a job; lives on the control worker's event loop.
 
     Args:
         synchronizer: None without a trainer; the engines' weights then never change.
         buffer: where batches are committed; None in mode ``bench``.
-        weights: the engines, for :meth:`benchmark` and the weight-group calls.
+        weights: the engines, for :meth:`benchmark`.
         end_writes: tells the buffer that this explorer commits no more (default: closes it).
     """
-
-    _live: ClassVar[WeakValueDictionary[tuple[str, str], Explorer]] = WeakValueDictionary()
 
     def __init__(
         self,
         cfg: Config,
-        coordinator: RolloutCoordinator,
+        coordinator: Coordinator,
         synchronizer: Optional[Synchronizer],
         buffer: Optional[ExperienceBuffer],
         monitor: Monitor,
         weights: Optional[EngineWeights] = None,
         end_writes: Optional[Callable[[], Awaitable[None]]] = None,
     ) -> None:
-        super().__init__(cfg, synchronizer, monitor, weights)
+        self.cfg = cfg
+        self.name = cfg.explorer.name
+        self.step = 0
+        self.model_version = -1
+        self.stopped = False
+        self.weights = weights
+        self._synchronizer = synchronizer
+        self._monitor = monitor
         self._coordinator = coordinator
         self._buffer = buffer
         self._end_writes = end_writes or (buffer.close_writes if buffer is not None else None)
@@ -67,28 +79,10 @@ class Explorer(WeightCalls):
         self._reader: Optional[TasksetReader] = None
         self._stream: Optional[TaskStream] = None
         self._evals: Optional[Evaluations] = None
-        self._in_flight = InFlight(cfg.explorer.max_inflight_batches, self._commit)
+        self._in_flight = BatchWindow(cfg.explorer.max_inflight_batches, self._commit)
         self._submitted: dict[int, tuple[float, int]] = {}  # step -> time, model version
         self._halt: Optional[asyncio.Event] = None
-        self._stopped = False
         self._seen: dict[str, Any] = {}
-        self._live[str(cfg.job_dir), self.name] = self
-
-    @classmethod
-    def get_actor(cls, config: Config) -> Explorer:
-        """The live explorer of this job and name in this process (the control worker's).
-
-        Raises:
-            LookupError: there is none; names those that there are.
-        """
-        found = cls._live.get((str(config.job_dir), config.explorer.name))
-        if found is None:
-            known = ", ".join(f"{name} of {job}" for job, name in cls._live) or "none"
-            raise LookupError(
-                f"no explorer {config.explorer.name!r} of {config.job_dir} in this process; "
-                f"live: {known}"
-            )
-        return found
 
     # preparation ----------------------------------------------------------------------
     async def prepare(self) -> None:
@@ -102,11 +96,6 @@ class Explorer(WeightCalls):
         self._stream = TaskStream(self._reader)
         verb = "bench" if self.cfg.mode == "bench" else "eval"
         self._evals = Evaluations(self._reader, self._coordinator, self._monitor, verb)
-        await self._continue()
-        if self._synchronizer is not None:
-            self.model_version = await self._synchronizer.register_explorer(self.name, self.step)
-
-    async def _continue(self) -> None:
         mine = await self._committed()
         if mine:
             self.step = max(mine)
@@ -115,24 +104,26 @@ class Explorer(WeightCalls):
             log.info("%s continues after step %d", self.name, self.step)
         saved = await asyncio.to_thread(read_json, Path(self._state_file)) or {}
         step, version = saved.get("last_eval", (-1, -1))
-        self.evals.last = (int(step), int(version))
+        self._evals.last = (int(step), int(version))
+        if self._synchronizer is not None:
+            self.model_version = await self._synchronizer.register_explorer(self.name, self.step)
 
     async def _committed(self) -> dict[int, Manifest]:
         """This explorer's batches by step."""
         manifests = await self._buffer.manifests() if self._buffer is not None else []
-        steps = ((step_of(m.batch_id, self._signed), m) for m in manifests)
+        steps = ((train_step_of(m.batch_id, self._signed), m) for m in manifests)
         return {step: manifest for step, manifest in steps if step is not None}
 
     @property
     def stream(self) -> TaskStream:
         if self._stream is None:
-            raise RuntimeError("Explorer.prepare() was not called")
+            raise RuntimeError("ExploreLoop.prepare() was not called")
         return self._stream
 
     @property
     def evals(self) -> Evaluations:
         if self._evals is None:
-            raise RuntimeError("Explorer.prepare() was not called")
+            raise RuntimeError("ExploreLoop.prepare() was not called")
         return self._evals
 
     # the loop -------------------------------------------------------------------------
@@ -152,28 +143,19 @@ class Explorer(WeightCalls):
             for part in (steps, watch):
                 if part.done():
                     part.result()
-            await cancel([steps, halt, watch])
+            await ended([steps, halt, watch])
             await self._drop_in_flight()
-            if not self._stopped:
+            if not self.stopped:
                 await self._end()
         finally:
-            await cancel([steps, halt, watch, *self._in_flight.tasks, *self.evals.in_flight])
+            await ended([steps, halt, watch, *self._in_flight.tasks, *self.evals.in_flight])
             await self.save_checkpoint()
             if self._synchronizer is not None:
                 await self._synchronizer.explorer_stopped(self.name, self.step)
         return self.name
 
     async def _explore_steps(self) -> None:
-        await self._catch_up()
-        while await self.explore_step():
-            if await self.need_sync():
-                await self.sync_weight()
-            if self.need_eval():
-                await self.eval()
-        await self.finish_current_steps()
-
-    async def _catch_up(self) -> None:
-        """What an uninterrupted run had done between the last commit and the next step."""
+        # first what an uninterrupted run had done between the last commit and the next step
         boundary = self._last_boundary()
         if boundary > 0:
             await self.sync_weight(boundary)
@@ -182,45 +164,49 @@ class Explorer(WeightCalls):
                 await self.eval()
         elif self.need_eval() and self.evals.last[0] < self.step:
             await self.eval()
+        while await self.explore_step():
+            if await self.need_sync():
+                await self.sync_weight()
+            if self.need_eval():
+                await self.eval()
+        await self.finish_current_steps()
 
     async def explore_step(self) -> bool:
         """Read and submit the next batch; False when there is none.
 
         Waits for the oldest batch while ``explorer.max_inflight_batches`` are not committed.
         """
-        await self._in_flight.make_room()
-        flying = self._in_flight
-        await self._wait_young_enough(self.step + 1, lambda: len(flying.uncommitted))
+        flying, synchronizer = self._in_flight, self._synchronizer
+        await flying.shrink_to(flying.limit - 1)
+        if synchronizer is not None and self.cfg.synchronizer.max_staleness is not None:
+            while not await synchronizer.explorer_may_submit(
+                self.name, self.step + 1, lambda: flying.uncommitted
+            ):
+                await self.sync_weight()
         tasks = await self.stream.read(self.step + 1)
         if tasks is None:
             return False
         self.step += 1
         step = self.step
+        ratio, n = self.cfg.explorer.over_rollout.ratio, len(tasks)
         await self._coordinator.submit_batch(
             train_batch_id(step, self._signed),
             tasks,
             TRAIN,
-            min_wait_num=self._min_wait_num(len(tasks)),
-            meta=lambda: self._meta(step),
+            min_wait_num=max(math.ceil(n * (1 - ratio)), 1) if ratio > 0 else None,
+            meta=lambda: {**self.stream.state_at(step), "explorer": self.name, "step": step},
             refill=self.stream.read_more,
             feedback=lambda metric: self.stream.feedback(step, metric),
         )
         self._submitted[step] = (time.monotonic(), self.model_version)
-        self._in_flight.add(step)
+        flying.add(step)
         return True
-
-    def _min_wait_num(self, n_tasks: int) -> Optional[int]:
-        """Tasks that suffice for a batch under over-rollout; None: all."""
-        ratio = self.cfg.explorer.over_rollout.ratio
-        return max(math.ceil(n_tasks * (1 - ratio)), 1) if ratio > 0 else None
-
-    def _meta(self, step: int) -> dict[str, Any]:
-        return {**self.stream.state_at(step), "explorer": self.name, "step": step}
 
     async def _commit(self, step: int) -> None:
         """Finalise batch ``step``, which commits it, and log it."""
         waited = time.monotonic()
-        result = await self._coordinator.finalize_train_batch(train_batch_id(step, self._signed))
+        batch_id = train_batch_id(step, self._signed)
+        result = await self._coordinator.finalize_batch(batch_id, TRAIN)
         submitted, version = self._submitted.pop(step)
         now = time.monotonic()
         metrics = result["metrics"]
@@ -235,10 +221,56 @@ class Explorer(WeightCalls):
 
     async def finish_current_steps(self) -> None:
         """Commit everything that was submitted, in order, and log pending evals."""
-        await self._in_flight.drain()
+        await self._in_flight.shrink_to(0)
         if self.evals.in_flight:
             await self.evals.wait()
             await self.save_checkpoint()
+
+    # weights --------------------------------------------------------------------------
+    async def need_sync(self) -> bool:
+        """Whether to drain and ask for weights now; the style decides."""
+        if self._synchronizer is None:
+            return False
+        return await self._synchronizer.explorer_should_sync(self.name, self.step)
+
+    def _last_boundary(self) -> int:
+        cfg = self.cfg.synchronizer
+        past = self.step - cfg.sync_offset
+        alone = self._synchronizer is None or cfg.sync_style == FULLY_ASYNC
+        if alone or past < cfg.sync_interval:
+            return 0
+        return self.step - past % cfg.sync_interval
+
+    async def sync_weight(self, boundary: Optional[int] = None, final: bool = False) -> int:
+        """Drain, then wait for the trainer and take its weights; the engines' version.
+
+        ``boundary`` is the step to wait for (default: the current one); ``final`` waits for
+        the last weights that the committed rows can give.
+        """
+        await self.finish_current_steps()
+        if self._synchronizer is None:
+            return self.model_version
+        started = time.monotonic()
+        step = boundary or self.step
+        self.model_version = await self._synchronizer.explorer_sync(self.name, step, final=final)
+        self._log_sync({"time/sync_wait": time.monotonic() - started})
+        return self.model_version
+
+    async def _watch_weights(self) -> None:
+        """Style ``fully_async``: weights change under running rollouts. Never returns."""
+        if self._synchronizer is None or self.cfg.synchronizer.sync_style != FULLY_ASYNC:
+            await asyncio.Event().wait()
+            return
+        while True:
+            version = await self._synchronizer.watch(self.name, WATCH_S)
+            if version != self.model_version:
+                self.model_version = version
+                self._log_sync({})
+
+    def _log_sync(self, times: dict[str, float]) -> None:
+        assert self._synchronizer is not None
+        version = {"explorer/model_version": float(self.model_version)}
+        self._monitor.log(self.step, {**self._synchronizer.metrics, **times, **version})
 
     # evaluation -----------------------------------------------------------------------
     def need_eval(self) -> bool:
@@ -255,9 +287,21 @@ class Explorer(WeightCalls):
         await self.evals.start(self.step, self.model_version)
 
     async def benchmark(self) -> bool:
-        """Evaluate the job's checkpoints in order; see :class:`Benchmark`. True when whole."""
+        """Evaluate the job's checkpoints in order; see :class:`Benchmark`. True when whole.
+
+        Raises:
+            RuntimeError: the loop was made without engines. Whatever the benchmark raised.
+        """
+        if self.weights is None:
+            raise RuntimeError("this explorer was made without engines (weights=None)")
         assert self._halt is not None
-        work = asyncio.ensure_future(self._benchmark())
+        benchmark = Benchmark(self.cfg, self.evals, self.weights)
+
+        async def run() -> None:
+            async for step in benchmark.run():
+                self.step = self.model_version = step
+
+        work = asyncio.ensure_future(run())
         halt = asyncio.ensure_future(self._halt.wait())
         try:
             await asyncio.wait({work, halt}, return_when=asyncio.FIRST_COMPLETED)
@@ -266,19 +310,8 @@ class Explorer(WeightCalls):
             work.result()
             return True
         finally:
-            await cancel([work, halt, *self.evals.in_flight])
+            await ended([work, halt, *self.evals.in_flight])
             await self._coordinator.abort_all("the benchmark ends")
-
-    async def _benchmark(self) -> None:
-        benchmark = Benchmark(self.cfg, self.evals, self._engines)
-        async for step in benchmark.run():
-            self.step = self.model_version = step
-
-    async def serve(self) -> None:
-        """Not there yet: always raises ``NotImplementedError``."""
-        raise NotImplementedError(
-            "mode=serve is not there yet; use both, explore, train, bench or colocate"
-        )
 
     # the end --------------------------------------------------------------------------
     async def _end(self) -> None:
@@ -302,24 +335,19 @@ class Explorer(WeightCalls):
 
     async def stop(self) -> None:
         """End now: in-flight batches are dropped (a resumed run makes them again)."""
-        self._stopped = True
+        self.stopped = True
         await self.finish()
-
-    async def shutdown(self) -> None:
-        """Stop, and cancel everything that runs. Idempotent."""
-        await self.stop()
-        await self._coordinator.shutdown()
 
     async def _drop_in_flight(self) -> None:
         """Abort train batches nobody will train on; evals too when the run is stopped."""
-        pending = [*self._in_flight.tasks, *(self.evals.in_flight if self._stopped else [])]
+        pending = [*self._in_flight.tasks, *(self.evals.in_flight if self.stopped else [])]
         if all(task.done() for task in pending):
             return
-        await cancel(pending)
-        self._in_flight.clear()
-        if self._stopped:
+        await ended(pending)
+        self._in_flight.tasks.clear()
+        if self.stopped:
             self.evals.in_flight.clear()
-        kinds = (TRAIN, EVAL) if self._stopped else (TRAIN,)
+        kinds = (TRAIN, EVAL) if self.stopped else (TRAIN,)
         await self._coordinator.abort_all("the run ends", kinds)
         self.step = max(await self._committed(), default=0)
 
@@ -334,17 +362,7 @@ class Explorer(WeightCalls):
         await asyncio.to_thread(write_json, Path(self._state_file), meta)
 
     # queries --------------------------------------------------------------------------
-    async def is_alive(self) -> bool:
-        return not self._stopped
-
     def status(self) -> dict[str, Any]:
         """``explorer_step``, ``reward`` (mean of the last batch), ``eval``, ``tokens_per_s``."""
         scores = self._evals.scores if self._evals is not None else {}
         return {"explorer_step": self.step, "eval": scores, **self._seen}
-
-
-async def cancel(tasks: list[Any]) -> None:
-    """Cancel tasks and wait until they have ended."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

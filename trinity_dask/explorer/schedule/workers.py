@@ -1,13 +1,13 @@
-"""Where sub-tasks can run, and which place takes the next one.
+"""The workers on which sub-tasks can run, and which of them takes the next one.
 
-Invariant: a place holds at most as many sub-tasks as it has lanes, and none while it is
+Invariant: a worker holds at most as many sub-tasks as it has lanes, and none while it is
 down. Pure data: times come in as arguments.
 
-A place is a worker: an engine's (group ``rollout``) or one for blocking workflows (group
-``runner``). The next sub-task goes where it is expected to end first: to the place with the
-least measured seconds per sub-task, which are taken to double between an idle and a full
-place. Places that differ by less than ``SAME_SPEED`` count as equally fast; among them the
-emptiest one is chosen. Near the end of the work a slow place is left idle if the faster ones,
+A worker is an engine's (group ``rollout``) or one for blocking workflows (group ``runner``);
+it is known by its slot. The next sub-task goes where it is expected to end first: to the worker
+with the least measured seconds per sub-task, which are taken to double between an idle and a
+full worker. Workers that differ by less than ``SAME_SPEED`` count as equally fast; among them the
+emptiest one is chosen. Near the end of the work a slow worker is left idle if the faster ones,
 busy now, will have done all that waits before the slow one could have ended a single
 sub-task.
 """
@@ -19,22 +19,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Optional
 
-from trinity_dask.explorer.schedule.outcome import RunError
+from trinity_dask.explorer.schedule.tasks import RunError
 
-NO_PLACE = "NoPlace"
+NO_WORKER = "NoWorker"
 ROLLOUT = "rollout"
 RUNNER = "runner"
 GROUPS = (ROLLOUT, RUNNER)
 SAME_SPEED = 1.25
 # sub-tasks over which the measured seconds are averaged, about: at least so many, and half of
-# what a place holds, or one stall that hits all of them at once makes it a slow place
+# what a worker holds, or one stall that hits all of them at once makes it a slow worker
 MEMORY = 16
 ROUNDING = 1e-6
 
 
 @dataclass
-class Place:
-    """One worker. ``lanes`` are the runner ids that it can give to sub-tasks."""
+class Worker:
+    """One worker. ``lanes`` are the numbers of the places that it can give to sub-tasks."""
 
     name: str
     group: str = ROLLOUT
@@ -55,10 +55,6 @@ class Place:
     @property
     def free(self) -> int:
         return len(self._free) if self.up else 0
-
-    @property
-    def load(self) -> float:
-        return len(self.running) / self.capacity
 
     def take(self, now: float) -> int:
         """Occupy the lowest free lane."""
@@ -83,84 +79,66 @@ class Place:
         return now - min(self.running.values())
 
     def done_within(self, horizon_s: float, now: float) -> int:
-        """How many further sub-tasks this place ends within ``horizon_s``."""
-        waits = [_remaining(self.seconds, now - start) for start in self.running.values()]
+        """How many further sub-tasks this worker ends within ``horizon_s``.
+
+        What is overdue is taken to need as long again.
+        """
+        elapsed = [now - start for start in self.running.values()]
+        waits = [self.seconds - e if e < self.seconds else e for e in elapsed]
         waits += [0.0] * self.free
         left = (horizon_s - wait for wait in waits if wait < horizon_s)
         return sum(int(seconds / self.seconds + ROUNDING) for seconds in left)
 
 
-def _remaining(usual_s: float, elapsed_s: float) -> float:
-    """Seconds until a lane is free. What is overdue is taken to need as long again."""
-    return usual_s - elapsed_s if elapsed_s < usual_s else elapsed_s
-
-
-def no_place(places: Places, waited_s: float) -> RunError:
+def no_worker(workers: Workers, waited_s: float) -> RunError:
     """Why nothing was run in all that time."""
-    names = ", ".join(place.name for place in places) or "none is known"
+    names = ", ".join(worker.name for worker in workers) or "none is known"
     return RunError(
-        NO_PLACE,
+        NO_WORKER,
         f"no worker could take a sub-task within {waited_s:g} s (workers: {names}); see the "
         "logs of the rollout workers",
     )
 
 
-class Places:
-    """All places; lane numbers (runner ids) are unique among them and stay with their place."""
+class Workers:
+    """All workers; lane numbers are unique among them and stay with their worker."""
 
     def __init__(self) -> None:
-        self._places: dict[str, Place] = {}
+        self._workers: dict[str, Worker] = {}
         self._n_lanes = 0
 
-    def __iter__(self) -> Iterator[Place]:
-        return iter(self._places.values())
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self._workers.values())
 
-    def __getitem__(self, name: str) -> Place:
-        return self._places[name]
-
-    def get(self, name: str) -> Optional[Place]:
-        return self._places.get(name)
+    def __getitem__(self, name: str) -> Worker:
+        return self._workers[name]
 
     @property
     def busy(self) -> int:
         """Lanes in use."""
-        return sum(len(place.running) for place in self)
+        return sum(len(worker.running) for worker in self)
 
-    @property
-    def lanes_up(self) -> int:
-        """Sub-tasks that the places which are up can hold."""
-        return sum(place.capacity for place in self if place.up)
-
-    def room(self, limit: Optional[int]) -> int:
-        """Further sub-tasks that can start, at most ``limit`` running at a time."""
-        free = sum(place.free for place in self)
-        return free if limit is None else min(free, limit - self.busy)
-
-    def up(self, name: str, capacity: int, group: str) -> Place:
-        """A place serves (again). What it ran before must have been given back."""
+    def up(self, name: str, capacity: int, group: str) -> Worker:
+        """A worker serves (again). What it ran before must have been given back."""
         if capacity < 1:
-            raise ValueError(f"place {name!r} has {capacity} lanes; a place has at least one")
-        known = self._places.get(name)
+            raise ValueError(f"worker {name!r} has {capacity} lanes; a worker has at least one")
+        known = self._workers.get(name)
         if known is not None and known.capacity == capacity:
             known.up = True
             return known
         lanes = tuple(range(self._n_lanes, self._n_lanes + capacity))
         self._n_lanes += capacity
-        place = self._places[name] = Place(name, group, lanes)
-        return place
+        worker = self._workers[name] = Worker(name, group, lanes)
+        return worker
 
     def down(self, name: str) -> None:
-        """A place is gone; its speed is measured anew when it comes back."""
-        place = self._places.get(name)
-        if place is not None:
-            place.up = False
-            place.seconds, place.measured = 0.0, 0
+        """A worker is gone; its speed is measured anew when it comes back."""
+        worker = self._workers.get(name)
+        if worker is not None:
+            worker.up = False
+            worker.seconds, worker.measured = 0.0, 0
 
-    def forget(self, name: str) -> None:
-        """A place is gone for good."""
-        self._places.pop(name, None)
-
-    def choose(self, group: str, waiting: int, now: float) -> Optional[Place]:
+    def choose(self, group: str, waiting: int, now: float) -> Optional[Worker]:
         """Where the next of ``waiting`` sub-tasks goes; None when it had better wait."""
         group_up = [p for p in self if p.group == group and p.up]
         free = [p for p in group_up if p.free]
@@ -168,18 +146,19 @@ class Places:
             return None
         fastest = min((p.seconds for p in group_up if p.measured), default=0.0)
 
-        def cost(place: Place) -> tuple[float, float]:
-            ratio = place.usual_s(now) / fastest if fastest else 1.0
+        def cost(worker: Worker) -> tuple[float, float]:
+            ratio = worker.usual_s(now) / fastest if fastest else 1.0
             ratio = 1.0 if ratio < SAME_SPEED else ratio
-            return ratio * (1 + (len(place.running) + 1) / place.capacity), place.load
+            n = len(worker.running)
+            return ratio * (1 + (n + 1) / worker.capacity), n / worker.capacity
 
         best = min(free, key=cost)
         return None if self._better_wait(best, group_up, waiting, now) else best
 
     @staticmethod
-    def _better_wait(place: Place, others: list[Place], waiting: int, now: float) -> bool:
-        """Whether faster places end all that waits before ``place`` could end one of it."""
-        horizon = place.usual_s(now)
+    def _better_wait(worker: Worker, others: list[Worker], waiting: int, now: float) -> bool:
+        """Whether faster workers end all that waits before ``worker`` could end one of it."""
+        horizon = worker.usual_s(now)
         faster = [p for p in others if p.measured and 0 < p.seconds * SAME_SPEED <= horizon]
         most = sum(p.capacity * (horizon / p.seconds + 1) for p in faster)
         if waiting > most:  # not near the end: no need to look closely
@@ -187,7 +166,7 @@ class Places:
         return waiting <= sum(p.done_within(horizon, now) for p in faster)
 
     def look_again(self, group: str, now: float) -> Optional[float]:
-        """When to choose again: a lane kept free on purpose must not stay so if a fast place
+        """When to choose again: a lane kept free on purpose must not stay so if a fast worker
         stops. None when no lane is free."""
         up = [p for p in self if p.group == group and p.up]
         if not any(p.free for p in up):
