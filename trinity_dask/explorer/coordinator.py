@@ -37,8 +37,8 @@ from trinity_dask.explorer.batches import (
 from trinity_dask.explorer.metrics import batch_metrics, eval_batch_metrics
 from trinity_dask.explorer.schedule.scheduler import Scheduler
 from trinity_dask.explorer.schedule.tasks import BatchId, BatchResult, Counts
-from trinity_dask.workflows import Task
 from trinity_dask.registry import load_plugins
+from trinity_dask.workflows import Task
 
 log = logging.getLogger("trinity_dask.coordinator")
 

@@ -151,7 +151,7 @@ class ExploreLoop:
             await ended([steps, halt, watch, *self._in_flight.tasks, *self.evals.in_flight])
             await self.save_checkpoint()
             if self._synchronizer is not None:
-                await self._synchronizer.explorer_stopped(self.name, self.step)
+                await self._synchronizer.explorer_stopped(self.name)
         return self.name
 
     async def _explore_steps(self) -> None:

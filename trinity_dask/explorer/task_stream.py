@@ -24,8 +24,8 @@ from trinity_dask.buffer.data.taskset_mix import SELECTOR_METRIC, TasksetSchedul
 from trinity_dask.buffer.errors import EndOfTasks
 from trinity_dask.config import modes
 from trinity_dask.config.schema import Config
-from trinity_dask.workflows import Task
 from trinity_dask.registry import load_plugins
+from trinity_dask.workflows import Task
 
 State = dict[str, Any]
 WHOLE_SET = 1 << 31  # tasks; an evaluation reads its set in one batch

@@ -305,7 +305,7 @@ class Synchronizer:
             await self._load(name, version)
         return explorer.version
 
-    async def explorer_stopped(self, name: str, step: Optional[int] = None) -> None:
+    async def explorer_stopped(self, name: str) -> None:
         """``name`` explores no more: nobody waits for it, and its own waits end. Returns when
         nothing is on its way to its engines any more."""
         self.state.explorer_stopped(name)
