@@ -101,8 +101,8 @@ def _function_tables() -> Iterator[str]:
         (in_trainer if runs_in_trainer(factory()) else grouped)[name] = factory
     yield _functions(
         "Advantages of the experience pipeline",
-        "`algorithm.advantage_fn`; r is a row's reward, mean and std are those of its task's "
-        "scored rows.",
+        "`algorithm.advantage_fn`; r is a row's reward, mean and std are over the "
+        "scored runs of its task.",
         grouped,
     )
     yield _functions(

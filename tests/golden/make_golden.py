@@ -191,17 +191,27 @@ def weighted_cases():
         mask_clip_range_low=0.2,
         mask_clip_range_high=0.2,
     )
-    for threshold in (0.0, 0.5):
-        alpha = token_mean(
-            lambda i, t, h=threshold: min(rho(i, t), 1) if advantages[i, t] <= h else 1.0
-        )
+    product = ref.row_product(lp, old, mask)
+    for threshold, level in ((0.0, "sequence"), (0.5, "sequence"), (0.0, "token"), (0.5, "token")):
+
+        def ratio(i, t, whole=level == "sequence"):
+            return product[i] if whole else rho(i, t)
+
         yield case(
             "topr",
-            "-sg(alpha) A log p",
+            "-sg(clip(product of r, 0, 1)) A log p where A <= threshold; or each token's own r",
             "arXiv 2503.14286",
-            at(ref.topr, threshold=threshold),
-            metrics={"avg_alpha": alpha, "avg_ratio": MEAN_RATIO},
+            lambda i, t, r=ratio, h=threshold: ref.topr(lp[i, t], r(i, t), advantages[i, t], h),
+            metrics={
+                "avg_alpha": token_mean(
+                    lambda i, t, r=ratio, h=threshold: (
+                        min(r(i, t), 1) if advantages[i, t] <= h else 1.0
+                    )
+                ),
+                "avg_ratio": token_mean(ratio),
+            },
             advantage_threshold=threshold,
+            ratio_level=level,
         )
     for tau in (1.0, 0.5):
         yield case(

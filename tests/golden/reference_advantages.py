@@ -104,10 +104,10 @@ def whiten(rows, masks):
 
 def jsd_advantage(student, teacher, beta, k):
     """−k(1−β)·log(q/m) from log-probs of one token."""
-    if beta == 0:
+    if beta == 1:
         return k * (teacher - student)
     q, p = math.exp(student), math.exp(teacher)
-    if beta == 1:
+    if beta == 0:
         return k * (min(p / q, 10.0) - 1)
     return -k * (1 - beta) * math.log(q / (beta * p + (1 - beta) * q))
 

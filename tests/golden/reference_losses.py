@@ -28,7 +28,7 @@ def weights(mask: np.ndarray, mode: str, width: float | None = None) -> np.ndarr
                 "token-mean": 1 / mask.sum(),
                 "seq-mean-token-sum": 1 / len(rows),
                 "seq-mean-token-mean": 1 / (len(rows) * n),
-                "seq-mean-token-sum-norm": 1 / width,
+                "seq-mean-token-sum-norm": 1 / (len(rows) * width),
                 "dr-grpo": 1 / (len(rows) * width),
             }[mode]
     return out
@@ -64,8 +64,9 @@ def sapo(lp, old, a, tau_pos=1.0, tau_neg=1.05):
     return -a * gate * 4 / tau, -a * 4 * gate * (1 - gate) * ratio
 
 
-def topr(lp, old, a, threshold=0.0):
-    alpha = clip(math.exp(lp - old), 0, 1) if a <= threshold else 1.0
+def topr(lp, ratio, a, threshold=0.0):
+    """``ratio``: the whole answer's π/π_old, or the token's own."""
+    alpha = clip(ratio, 0, 1) if a <= threshold else 1.0
     return -a * alpha * lp, -a * alpha
 
 
@@ -126,6 +127,11 @@ def row_ratio(lp: np.ndarray, old: np.ndarray, mask: np.ndarray) -> np.ndarray:
     return np.exp(np.array(means))
 
 
+def row_product(lp: np.ndarray, old: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Product of the ratios of each row's valid tokens; 1 for an empty row."""
+    return np.array([math.prod(np.exp((lp[i] - old[i])[mask[i]])) for i in range(len(lp))])
+
+
 def mu(step: int, warmup: int, decay: int, peak: float, valley: float) -> float:
     if step < warmup:
         return peak * step / warmup
@@ -165,9 +171,9 @@ def kl_divergence(a: np.ndarray, b: np.ndarray) -> float:
 
 def jsd(teacher: np.ndarray, student: np.ndarray, beta: float) -> float:
     if beta == 0:
-        return kl_divergence(student, teacher)
-    if beta == 1:
         return kl_divergence(teacher, student)
+    if beta == 1:
+        return kl_divergence(student, teacher)
     mixture = beta * teacher + (1 - beta) * student
     return beta * kl_divergence(teacher, mixture) + (1 - beta) * kl_divergence(student, mixture)
 

@@ -29,13 +29,13 @@ def load(name: str):
 def experiences(rewards, tid="0/0", tokens=3):
     return [
         SimpleNamespace(
-            eid=SimpleNamespace(tid=tid),
+            eid=SimpleNamespace(tid=tid, rid=f"{tid}/{run}"),
             reward=float(r),
             action_mask=np.ones(tokens, dtype=bool),
             advantages=None,
             returns=None,
         )
-        for r in rewards
+        for run, r in enumerate(rewards)
     ]
 
 

@@ -14,7 +14,7 @@ import torch
 
 from trinity_dask.algorithm import POLICY_LOSS_FN
 from trinity_dask.algorithm.aggregate import Denominator
-from trinity_dask.algorithm.policy_losses import mu_schedule
+from trinity_dask.algorithm.policy_losses import generalised_jsd, mu_schedule
 
 HERE = Path(__file__).parent
 GOLDEN = json.loads((HERE / "losses.json").read_text())
@@ -102,11 +102,13 @@ def test_the_fixture_is_the_documented_one():
 
 
 def test_ppo_and_opmd_have_the_originals_values():
+    # the original divides by the width alone; verl's mode of that name has since become a mean
+    # over the rows, of which there are five
     norm, _ = call("ppo", "seq-mean-token-sum-norm")
-    assert float(norm) == pytest.approx(0.64534938, abs=1e-6)
+    assert float(norm) == pytest.approx(0.64534938 / 5, abs=1e-6)
     assert float(call("opmd")[0]) == pytest.approx(-0.00958995, abs=1e-7)
     norm = call("sft", "seq-mean-token-sum-norm")[0]
-    assert float(norm) == pytest.approx(-0.18144448, abs=1e-6)
+    assert float(norm) == pytest.approx(-0.18144448 / 5, abs=1e-6)
     dr = call("ppo", "dr-grpo")[0]
     assert float(dr) == pytest.approx(0.64534938 / 5, abs=1e-6)
 
@@ -196,3 +198,31 @@ def test_exact_divergence_loss():
         assert loss.item() == pytest.approx(expected, abs=1e-9)
         assert not logits.grad[~mask].any()
         assert loss.item() <= math.log(2) or beta in (0.0, 1.0)
+
+
+def test_the_ends_of_the_divergence_are_the_papers():
+    """Forward KL at 0 and reverse KL at 1, to which what is between tends (GKD, section 2)."""
+    student = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64).log()
+    teacher = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64).log()
+    forward = 0.6 * math.log(3) + 0.1 * math.log(0.2)  # KL(teacher|student)
+    reverse = 0.2 * math.log(1 / 3) + 0.5 * math.log(5)
+    for end, near, expected in ((0.0, 1e-6, forward), (1.0, 1 - 1e-6, reverse)):
+        assert float(generalised_jsd(student, teacher, end)) == pytest.approx(expected)
+        value = float(generalised_jsd(student, teacher, near))
+        assert value / 1e-6 == pytest.approx(expected, abs=1e-4)
+
+
+def test_topr_truncates_the_ratio_of_the_whole_answer():
+    """Ratios 2, 1/2 and 1/4 of an answer with A < 0: their product 1/4 weighs every token."""
+    given = {
+        "logprob": torch.full((1, 3), -1.0, dtype=torch.float64, requires_grad=True),
+        "old_logprob": -1.0 - torch.tensor([[2.0, 0.5, 0.25]], dtype=torch.float64).log(),
+        "advantages": torch.full((1, 3), -1.0, dtype=torch.float64),
+        "action_mask": torch.ones(1, 3, dtype=torch.bool),
+    }
+    for level, expected in (("sequence", [0.25] * 3), ("token", [1.0, 0.5, 0.25])):
+        loss, _ = POLICY_LOSS_FN.get("topr")(ratio_level=level)(**given)
+        (gradient,) = torch.autograd.grad(3 * loss, given["logprob"])
+        np.testing.assert_allclose(gradient, [expected], rtol=1e-12)
+    with pytest.raises(ValueError, match="did you mean 'token'"):
+        POLICY_LOSS_FN.get("topr")(ratio_level="tokens")

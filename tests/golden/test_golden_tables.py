@@ -13,12 +13,11 @@ import reference_losses as ref
 import torch
 
 from trinity_dask.algorithm.advantages import gae
-from trinity_dask.algorithm.advantages.tokens import returns_to_go, whiten
+from trinity_dask.algorithm.advantages.in_trainer import returns_to_go, whiten
 from trinity_dask.algorithm.aggregate import Denominator, aggregate
 from trinity_dask.algorithm.entropy import token_necs
 from trinity_dask.algorithm.kl import KLLoss
-from trinity_dask.algorithm.policy_losses import POLICY_LOSS_FN
-from trinity_dask.algorithm.policy_losses.sequence_ratio import sequence_log_ratio
+from trinity_dask.algorithm.policy_losses import POLICY_LOSS_FN, LossInputs
 from trinity_dask.algorithm.rollout_correction import RolloutCorrection
 from trinity_dask.algorithm.value_loss import value_loss
 
@@ -76,8 +75,12 @@ def check_value_loss(case):
 
 def check_gspo_ratio(case):
     log_ratios = row(case["log_ratios"])
-    mask = torch.ones_like(log_ratios, dtype=torch.bool)
-    found = sequence_log_ratio(log_ratios, torch.zeros_like(log_ratios), mask).exp()
+    given = {
+        "logprob": log_ratios,
+        "old_logprob": torch.zeros_like(log_ratios),
+        "action_mask": torch.ones_like(log_ratios, dtype=torch.bool),
+    }
+    found = LossInputs.of(given, "token-mean").row_log_ratio.exp()
     assert found.item() == pytest.approx(case["expected"], abs=1e-5)
     plain = np.array([case["log_ratios"]])
     again = ref.row_ratio(plain, np.zeros_like(plain), np.ones_like(plain, dtype=bool))

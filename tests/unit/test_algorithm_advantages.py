@@ -253,8 +253,9 @@ def test_rec_drops_the_surplus_of_bad_answers():
 def test_raft_keeps_the_best():
     groups = [[0, 2, 2], [1, 1], [0.4], [0, 0.6]]
     rows, metrics = ADVANTAGES.get("raft")()(batch(groups))
-    assert [(row.eid.task, row.eid.run) for row in rows] == [(0, 1), (3, 1)]
-    assert metrics["filtered_count"] == 6
+    # also of a group whose answers are all equal, and of one answer
+    assert [(row.eid.task, row.eid.run) for row in rows] == [(0, 1), (1, 0), (2, 0), (3, 1)]
+    assert metrics["filtered_count"] == 4
     rows, _ = ADVANTAGES.get("raft")(n_best=2, min_reward=0.5)(batch(groups))
     assert [(row.eid.task, row.eid.run) for row in rows] == [(0, 1), (0, 2), (1, 0), (1, 1), (3, 1)]
 
@@ -274,3 +275,58 @@ def test_no_experience_is_no_error(name):
     fn = ADVANTAGES.get(name)()
     if not runs_in_trainer(fn):
         assert fn([])[0] == []
+
+
+def turns(rewards, rows_of_run, task=0):
+    """Runs that return one experience or several, all with the run's reward."""
+    rows = []
+    for run, (reward, n) in enumerate(zip(rewards, rows_of_run, strict=True)):
+        for step in range(n):
+            row = experience(task, run, reward)
+            row.eid.step = step
+            rows.append(row)
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "expected"),
+    [
+        ("grpo", {}, [0.5 / 0.408249, 0.0, -0.5 / 0.408249, 0.0]),
+        ("grpo", {"std_cal_level": "batch"}, [0.5 / 0.408249, 0.0, -0.5 / 0.408249, 0.0]),
+        ("opmd", {}, [0.5, 0.0, -0.5, 0.0]),
+        ("opmd", {"opmd_baseline": "logavgexp"}, [0.438140, -0.061860, -0.561860, -0.061860]),
+        ("asymre", {}, [0.6, 0.1, -0.4, 0.1]),
+        ("rec", {"std_normalize": True}, [2**0.5, 0.0, -(2**0.5), 0.0]),
+        ("reinforce", {}, [1.0, 0.5, 0.0, 0.5]),
+    ],
+)
+def test_group_statistics_count_runs_not_experiences(name, args, expected):
+    rows, metrics = ADVANTAGES.get(name)(**args)(turns([1.0, 0.5, 0.0, 0.5], [1, 2, 2, 1]))
+    found = [float(row.advantages[0]) for row in rows]
+    assert found == pytest.approx([expected[row.eid.run] for row in rows], abs=1e-5)
+    assert metrics["group_advantages/reward_mean/mean"] == pytest.approx(0.5)
+    assert metrics["group_advantages/reward_std/mean"] == pytest.approx(0.408248, abs=1e-5)
+
+
+def test_the_experiences_of_a_single_run_are_no_group():
+    rows = turns([1.0], [2])
+    rows[0].reward = 0.0
+    got, metrics = GRPOAdvantage()(rows)
+    assert scores(got) == [0.0, 0.0]
+    assert metrics["group_of_one_count"] == 1
+    kept, _ = GRPOAdvantage(std_threshold=0.0)(rows + turns([0, 1], [2, 1], task=1))
+    assert {row.eid.task for row in kept} == {1}
+
+
+def test_raft_keeps_all_experiences_of_the_best_run():
+    rows, _ = ADVANTAGES.get("raft")()(turns([0.5, 1.0], [1, 2]))
+    assert [(row.eid.run, row.eid.step) for row in rows] == [(1, 0), (1, 1)]
+
+
+def test_rec_balances_runs():
+    fn = ADVANTAGES.get("rec")(drop="balance")
+    rows, metrics = fn(turns([1, 0, 0, 0], [1, 2, 2, 2]))
+    assert metrics["drop_balance"] == 2
+    assert sorted(float(row.advantages[0]) for row in rows) == pytest.approx(
+        [-0.5, -0.5, 0, 0, 0, 0, 0.5]
+    )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from trinity_dask.algorithm import ADVANTAGE_FN
 from trinity_dask.algorithm.advantages import runs_in_trainer
 from trinity_dask.algorithm.advantages.distill import JSDAdvantage
-from trinity_dask.algorithm.advantages.tokens import whiten
+from trinity_dask.algorithm.advantages.in_trainer import whiten
 from trinity_dask.algorithm.entropy import token_entropy, token_necs
 from trinity_dask.algorithm.kl import KLPenalty
 from trinity_dask.algorithm.policy_losses import generalised_jsd
@@ -109,7 +109,10 @@ def test_fault_25_a_reward_passes_tool_tokens():
 )
 def test_fault_28_groups_sum_to_zero(rewards, name):
     n = len(rewards)
-    made = batch(n, 1, mask=torch.ones(n, 1, dtype=torch.bool)) | {"uid": ["a"] * n}
+    made = batch(n, 1, mask=torch.ones(n, 1, dtype=torch.bool)) | {
+        "uid": ["a"] * n,
+        "run": list(range(n)),
+    }
     made["token_level_rewards"] = torch.tensor(rewards)[:, None]
     advantages, _, _ = run(name, made)
     assert abs(float(advantages.sum())) < 1e-3
@@ -242,3 +245,29 @@ def test_the_penalty_is_taken_from_valid_tokens_and_adapts_once():
         penalty(made)
     with pytest.raises(ValueError, match="horizon"):
         KLPenalty("k1", adaptive=True, target_kl=1.0)
+
+
+# one row, or two, of a run: a workflow may return as many as it likes
+RUN_REWARDS, ROWS_OF_RUN = [1.0, 0.5, 0.0, 0.5], [1, 2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("rloo", [2 / 3, 0.0, -2 / 3, 0.0]),
+        ("grpo_verl", [0.5 / 0.408249, 0.0, -0.5 / 0.408249, 0.0]),
+        ("opmd_verl", [0.5, 0.0, -0.5, 0.0]),
+        ("asymre_verl", [0.6, 0.1, -0.4, 0.1]),
+    ],
+)
+def test_group_statistics_count_runs_not_rows(name, expected):
+    runs = [run for run, rows in enumerate(ROWS_OF_RUN) for _ in range(rows)]
+    made = batch(len(runs), 2, mask=torch.ones(len(runs), 2, dtype=torch.bool))
+    made |= {"uid": ["a"] * len(runs), "run": runs}
+    made["token_level_rewards"] = torch.tensor([[0.0, RUN_REWARDS[run]] for run in runs])
+    advantages, _, metrics = run(name, made)
+    found = advantages[:, 0].tolist()
+    assert found == pytest.approx([expected[run] for run in runs], abs=1e-5)
+    assert metrics["group_advantages/reward_mean/mean"] == pytest.approx(0.5)
+    alone = {**made, "run": [0] * len(runs)}
+    assert not run(name, alone)[0].any()  # one run has nothing to be compared with

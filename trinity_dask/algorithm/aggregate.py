@@ -20,8 +20,8 @@ from trinity_dask.registry import nearest
 TOKEN_MEAN = "token-mean"  # Σ m·ℓ / Σ m (DAPO, arXiv 2503.14476)
 SEQ_MEAN_TOKEN_MEAN = "seq-mean-token-mean"  # mean_i Σ m·ℓ / Σ m (GRPO, arXiv 2402.03300)
 SEQ_MEAN_TOKEN_SUM = "seq-mean-token-sum"  # mean_i Σ m·ℓ
-SEQ_MEAN_TOKEN_SUM_NORM = "seq-mean-token-sum-norm"  # Σ m·ℓ / L, not divided by rows
 DR_GRPO = "dr-grpo"  # Σ m·ℓ / (B·L), arXiv 2503.20783
+SEQ_MEAN_TOKEN_SUM_NORM = "seq-mean-token-sum-norm"  # the same, by verl's name for it
 AGGREGATION_MODES = (TOKEN_MEAN, SEQ_MEAN_TOKEN_MEAN, SEQ_MEAN_TOKEN_SUM)
 # these divide by a length that no mask tells: ``Denominator.width``
 WIDTH_MODES = (SEQ_MEAN_TOKEN_SUM_NORM, DR_GRPO)
@@ -128,15 +128,12 @@ def aggregate(values: Tensor, mask: Tensor, mode: str, denominator: Denominator)
     rows = torch.where(mask, values, 0.0).sum(dim=1)
     if check_mode(mode) == SEQ_MEAN_TOKEN_MEAN:
         rows = rows / mask.sum(dim=1).clamp(min=1)
-    if mode in WIDTH_MODES:
-        return rows.sum() / _length_divisor(mode, denominator)
-    return rows.sum() / max(denominator.rows, 1.0)
-
-
-def _length_divisor(mode: str, denominator: Denominator) -> float:
+    total = rows.sum() / max(denominator.rows, 1.0)
+    if mode not in WIDTH_MODES:
+        return total
     if not denominator.width:
         raise ValueError(
             f"loss_agg_mode {mode!r} divides by the response budget, and the denominator has no "
             "width; set model.max_response_tokens"
         )
-    return denominator.width * (max(denominator.rows, 1.0) if mode == DR_GRPO else 1.0)
+    return total / denominator.width

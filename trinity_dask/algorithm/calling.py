@@ -40,6 +40,9 @@ def _declared_by_type(cls: type) -> dict[str, bool]:
             found.setdefault(name, required)
         if not _open_ended(method):
             break
+    else:  # every ``__call__`` passes its inputs on: what the formula reads
+        for name, required in getattr(cls, "declares", dict)().items():
+            found.setdefault(name, required)
     found.pop("self", None)
     return found
 
@@ -59,11 +62,6 @@ def needs_of(loss: Callable[..., Any]) -> frozenset[str]:
     """Inputs that a loss cannot do without, apart from :data:`ALWAYS_GIVEN`."""
     required = {name for name, required in declared(loss).items() if required}
     return frozenset(required - ALWAYS_GIVEN)
-
-
-def takes_weights(loss: Callable[..., Any]) -> bool:
-    """Whether a loss multiplies each token by a detached ``weights`` tensor."""
-    return "weights" in declared(loss)
 
 
 def pick(function: Callable[..., Any], available: Mapping[str, Any]) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class AlgorithmSpec:
     ``kl_penalty`` (None: off) is applied to that batch before it.
 
     ``policy_loss``: ``fn(logprob=, action_mask=, **needs) -> (loss, metrics)``; its
-    ``needs`` are the inputs to add (see :mod:`.policy_losses.base`). Total loss = policy −
+    ``needs`` are the inputs to add (see :class:`.policy_losses.LossInputs`). Total loss = policy −
     entropy + kl, all normalised by one :class:`.aggregate.Denominator` of the global
     mini-batch with ``loss_agg_mode``.
     """

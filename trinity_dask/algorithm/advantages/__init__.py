@@ -15,20 +15,20 @@ from trinity_dask.algorithm.advantages.baselines import (
 )
 from trinity_dask.algorithm.advantages.distill import JSDAdvantage, OnPolicyDistillAdvantage
 from trinity_dask.algorithm.advantages.entropy_guard import ClipBAdvantage, ClipVAdvantage
-from trinity_dask.algorithm.advantages.gae import PPOAdvantage, gae
 from trinity_dask.algorithm.advantages.gigpo import GiGPOAdvantage
-from trinity_dask.algorithm.advantages.groups import group_by_task
-from trinity_dask.algorithm.advantages.grpo import GRPOAdvantage
-from trinity_dask.algorithm.advantages.sequence import (
+from trinity_dask.algorithm.advantages.groups import Rewards, group_by_task
+from trinity_dask.algorithm.advantages.grpo import GRPOAdvantage, StepWiseGRPOAdvantage
+from trinity_dask.algorithm.advantages.in_trainer import (
     AsymREVerlAdvantage,
     GRPOVerlAdvantage,
     OPMDVerlAdvantage,
+    PPOAdvantage,
     ReinforcePlusPlusAdvantage,
     ReinforcePlusPlusBaselineAdvantage,
     RemaxAdvantage,
     RLOOAdvantage,
+    gae,
 )
-from trinity_dask.algorithm.advantages.step_wise import StepWiseGRPOAdvantage
 
 ADVANTAGES = ADVANTAGE_FN
 
@@ -55,6 +55,7 @@ __all__ = [
     "ReinforcePlusPlusAdvantage",
     "ReinforcePlusPlusBaselineAdvantage",
     "RemaxAdvantage",
+    "Rewards",
     "StepWiseGRPOAdvantage",
     "advantage_needs",
     "gae",

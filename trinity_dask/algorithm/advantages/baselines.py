@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Optional
 
 from trinity_dask.algorithm.advantages.base import ADVANTAGE_FN
 from trinity_dask.algorithm.advantages.groups import (
     GroupOfOneWarning,
+    Rewards,
     group_by_task,
     group_metrics,
     is_scored,
     mean,
-    std,
     write,
 )
 from trinity_dask.registry import nearest
@@ -23,7 +23,7 @@ from trinity_dask.registry import nearest
 class BaselineAdvantage:
     """Base: scores of a group's rewards, written on the rows that have one.
 
-    A group of one gets 0 where the score is a comparison (``compares``).
+    A group of one run gets 0 where the score is a comparison (``compares``).
     """
 
     compares = True
@@ -33,31 +33,24 @@ class BaselineAdvantage:
 
     def __call__(self, experiences: Sequence[Any]) -> tuple[list[Any], dict[str, float]]:
         groups = group_by_task(experiences)
-        rewards: dict[str, list[float]] = {}
+        rewards = {tid: Rewards.of(rows) for tid, rows in groups.items()}
         extra: dict[str, list[float]] = {}
         for tid, rows in groups.items():
-            scored = [row for row in rows if is_scored(row)]
-            rewards[tid] = [float(row.reward) for row in scored]
-            scores = self._group_scores(tid, rewards[tid], extra)
             for row in rows:
                 write(row, 0.0)
-            for row, score in zip(scored, scores, strict=True):
-                write(row, score)
+            if rewards[tid].n_runs >= (2 if self.compares else 1):
+                scored = [row for row in rows if is_scored(row)]
+                scores = self.scores(tid, rewards[tid], extra)
+                for row, score in zip(scored, scores, strict=True):
+                    write(row, score)
         if self.compares:
-            self._warn([len(values) for values in rewards.values()])
+            self._warn([group.n_runs for group in rewards.values()])
         metrics = group_metrics(rewards, len(experiences), len(experiences))
         metrics |= {name: mean(values) for name, values in extra.items()}
         return [row for rows in groups.values() for row in rows], metrics
 
-    def _group_scores(
-        self, tid: str, rewards: list[float], extra: dict[str, list[float]]
-    ) -> list[float]:
-        if not rewards or (self.compares and len(rewards) == 1):
-            return [0.0] * len(rewards)
-        return self.scores(tid, rewards, extra)
-
-    def scores(self, tid: str, rewards: list[float], extra: dict[str, list[float]]) -> list[float]:
-        """Scores of at least one reward; group statistics for the metrics go to ``extra``."""
+    def scores(self, tid: str, rewards: Rewards, extra: dict[str, list[float]]) -> list[float]:
+        """Of each row of at least one run; group statistics for the metrics go to ``extra``."""
         raise TypeError(f"{type(self).__name__} defines no scores")
 
 
@@ -67,20 +60,21 @@ class ReinforceAdvantage(BaselineAdvantage):
 
     compares = False
 
-    def scores(self, tid: str, rewards: list[float], extra: dict[str, list[float]]) -> list[float]:
-        return rewards
+    def scores(self, tid: str, rewards: Rewards, extra: dict[str, list[float]]) -> list[float]:
+        return rewards.values
 
 
 BASELINES = ("mean", "logavgexp")
 
 
-def opmd_baseline(rewards: Sequence[float], kind: str, tau: float) -> float:
+def opmd_baseline(rewards: Rewards, kind: str, tau: float) -> float:
     """The mean, or tau·(logsumexp(r/tau) − log n), which leans to the best answers."""
     if kind == "mean":
-        return mean(rewards)
-    top = max(rewards)
-    total = math.fsum(math.exp((r - top) / tau) for r in rewards)
-    return top + tau * math.log(total / len(rewards))
+        return rewards.mean()
+    top = max(rewards.values)
+    weighted = zip(rewards.values, rewards.weights, strict=True)
+    total = math.fsum(weight * math.exp((r - top) / tau) for r, weight in weighted)
+    return top + tau * math.log(total / rewards.n_runs)
 
 
 def check_opmd(kind: str, tau: float) -> None:
@@ -100,11 +94,11 @@ class OPMDAdvantage(BaselineAdvantage):
         check_opmd(opmd_baseline, tau)
         self.kind, self.tau = opmd_baseline, tau
 
-    def scores(self, tid: str, rewards: list[float], extra: dict[str, list[float]]) -> list[float]:
+    def scores(self, tid: str, rewards: Rewards, extra: dict[str, list[float]]) -> list[float]:
         baseline = opmd_baseline(rewards, self.kind, self.tau)
         extra.setdefault("group_baseline", []).append(baseline)
-        extra.setdefault("reward_mean", []).append(mean(rewards))
-        return [r - baseline for r in rewards]
+        extra.setdefault("reward_mean", []).append(rewards.mean())
+        return [r - baseline for r in rewards.values]
 
 
 @ADVANTAGE_FN.register_module("asymre")
@@ -118,10 +112,10 @@ class AsymREAdvantage(BaselineAdvantage):
         super().__init__()
         self.shift = baseline_shift
 
-    def scores(self, tid: str, rewards: list[float], extra: dict[str, list[float]]) -> list[float]:
-        baseline = mean(rewards) + self.shift
+    def scores(self, tid: str, rewards: Rewards, extra: dict[str, list[float]]) -> list[float]:
+        baseline = rewards.mean() + self.shift
         extra.setdefault("group_baseline", []).append(baseline)
-        return [r - baseline for r in rewards]
+        return [r - baseline for r in rewards.values]
 
 
 @ADVANTAGE_FN.register_module("rec")
@@ -140,31 +134,32 @@ class RECAdvantage(BaselineAdvantage):
             raise ValueError(f"drop must be null or 'balance' (got {drop!r})")
         self.epsilon, self.std_normalize, self.drop = epsilon, std_normalize, drop
 
-    def scores(self, tid: str, rewards: list[float], extra: dict[str, list[float]]) -> list[float]:
+    def scores(self, tid: str, rewards: Rewards, extra: dict[str, list[float]]) -> list[float]:
         dropped = self._surplus(tid, rewards) if self.drop else frozenset()
         extra.setdefault("drop_balance", []).append(float(len(dropped)))
-        kept = [r for index, r in enumerate(rewards) if index not in dropped]
-        center = mean(kept) if len(kept) > 1 else 0.0
-        width = (std(kept, ddof=0) if len(kept) > 1 else 1.0) + self.epsilon
-        divisor = width if self.std_normalize else 1.0
-        if min(kept) == max(kept):
-            return [0.0] * len(rewards)
-        return [0.0 if k in dropped else (r - center) / divisor for k, r in enumerate(rewards)]
+        pairs = list(zip(rewards.values, rewards.runs, strict=True))
+        left = [(r, run) for r, run in pairs if run not in dropped]
+        kept = Rewards([r for r, _ in left], [run for _, run in left])
+        if kept.is_flat:
+            return [0.0] * len(pairs)
+        center = kept.mean()
+        width = kept.std(ddof=0) + self.epsilon if self.std_normalize else 1.0
+        return [0.0 if run in dropped else (r - center) / width for r, run in pairs]
 
-    def _surplus(self, tid: str, rewards: list[float]) -> frozenset[int]:
-        center = mean(rewards)
-        below = [index for index, r in enumerate(rewards) if r < center]
-        surplus = max(2 * len(below) - len(rewards), 0)
+    def _surplus(self, tid: str, rewards: Rewards) -> frozenset[Hashable]:
+        """Runs to drop."""
+        center = rewards.mean()
+        below = [run for run, r in rewards.of_runs().items() if r < center]
+        surplus = max(2 * len(below) - rewards.n_runs, 0)
         return frozenset(random.Random(tid).sample(below, surplus))
 
 
 @ADVANTAGE_FN.register_module("raft")
 class RAFTAdvantage:
-    """A = 1 for the ``n_best`` answers of each group by reward, the others go (2304.06767).
+    """A = 1 for the ``n_best`` runs of each group by reward, the others go (2304.06767).
 
-    The first of equal ones is taken. A group whose answers are all equal tells nothing about
-    which is good: it is dropped unless the reward reaches ``min_reward``. With
-    ``min_reward`` null, every group with a spread gives its best.
+    The first of equal ones is taken. Every group gives its best, also one whose answers are
+    all right, or all wrong: ``min_reward`` keeps only runs that reach it.
     """
 
     def __init__(self, n_best: int = 1, min_reward: Optional[float] = None) -> None:
@@ -174,18 +169,13 @@ class RAFTAdvantage:
 
     def __call__(self, experiences: Sequence[Any]) -> tuple[list[Any], dict[str, float]]:
         groups = group_by_task(experiences)
-        rewards = {
-            tid: [float(r.reward) for r in rows if is_scored(r)] for tid, rows in groups.items()
-        }
-        kept = [row for tid, rows in groups.items() for row in self._best(rows, rewards[tid])]
+        rewards = {tid: Rewards.of(rows) for tid, rows in groups.items()}
+        kept: list[Any] = []
+        for tid, rows in groups.items():
+            runs = sorted(rewards[tid].of_runs().items(), key=lambda item: -item[1])
+            for best, reward in runs[: self.n_best]:
+                if self.min_reward is None or reward >= self.min_reward:
+                    kept += [row for row in rows if row.eid.rid == best and is_scored(row)]
         for row in kept:
             write(row, 1.0)
         return kept, group_metrics(rewards, len(experiences), len(kept))
-
-    def _best(self, rows: list[Any], rewards: list[float]) -> list[Any]:
-        scored = [row for row in rows if is_scored(row)]
-        if self.min_reward is None:
-            scored = [] if not rewards or min(rewards) == max(rewards) else scored
-        else:
-            scored = [row for row in scored if row.reward >= self.min_reward]
-        return sorted(scored, key=lambda row: -row.reward)[: self.n_best]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trinity_dask.algorithm.advantages.base import ADVANTAGE_FN, Batch, require
-from trinity_dask.algorithm.advantages.tokens import masked_mean, set_token_advantages
+from trinity_dask.algorithm.advantages.in_trainer import masked_mean, set_token_advantages
 
 Result = tuple[Batch, dict[str, float]]
 NEEDS = frozenset({"old_logprobs", "teacher_logprobs"})
@@ -59,9 +59,10 @@ class OnPolicyDistillAdvantage:
 class JSDAdvantage:
     """A = −kl_coef·(1−β)·log(q/m), m = βp + (1−β)q, p the teacher, q = π_old, β ``lambda_coef``.
 
-    The generalised Jensen-Shannon divergence. β = 0 is the reverse KL, as
-    ``on_policy_distill``, and β = 1 the forward KL, whose weight p/q − 1 is capped at
-    ``ratio_cap`` − 1. The metric ``jsd`` is the divergence's own estimate from the sampled
+    The generalised Jensen-Shannon divergence (arXiv 2306.13649), which vanishes toward either
+    end; at the ends stand its limits per β and per 1−β: β = 0 is the forward KL, whose weight
+    p/q − 1 is capped at ``ratio_cap`` − 1, and β = 1 the reverse KL, as ``on_policy_distill``.
+    The metric ``jsd`` is the divergence's own estimate from the sampled
     tokens, which is never negative and 0 only where p = q.
 
     ``temperature`` must be 1: the log-prob of one token cannot be taken to another
@@ -97,10 +98,10 @@ class JSDAdvantage:
 
     def derivative(self, student: Tensor, teacher: Tensor) -> Tensor:
         """Of the divergence by the student's probability of the token, up to a constant."""
-        if self.beta == 0.0:
+        if self.beta == 1.0:
             return student - teacher
         log_x = (teacher - student).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        if self.beta == 1.0:
+        if self.beta == 0.0:
             return 1.0 - log_x.exp().clamp(max=self.ratio_cap)
         return -(1.0 - self.beta) * self._log_mixture(log_x)
 
@@ -108,9 +109,9 @@ class JSDAdvantage:
         """f(p/q), whose mean under the student is the divergence; f >= 0, f(1) = 0."""
         log_x = (teacher - student).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         x = log_x.exp()
-        if self.beta == 0.0:
-            return x - 1.0 - log_x
         if self.beta == 1.0:
+            return x - 1.0 - log_x
+        if self.beta == 0.0:
             return x * log_x - x + 1.0
         log_m = self._log_mixture(log_x)
         return self.beta * x * (log_x - log_m) - (1.0 - self.beta) * log_m

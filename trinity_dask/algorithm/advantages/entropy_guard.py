@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 from trinity_dask.algorithm.advantages.base import ADVANTAGE_FN, Batch, require
-from trinity_dask.algorithm.advantages.sequence import GRPOVerlAdvantage
-from trinity_dask.algorithm.advantages.tokens import masked_mean, set_token_advantages
+from trinity_dask.algorithm.advantages.in_trainer import (
+    GRPOVerlAdvantage,
+    masked_mean,
+    set_token_advantages,
+)
 
 Result = tuple[Batch, dict[str, float]]
 

@@ -9,14 +9,16 @@ from typing import Any
 from trinity_dask.algorithm.advantages.base import ADVANTAGE_FN
 from trinity_dask.algorithm.advantages.groups import (
     GroupOfOneWarning,
+    discounted,
     group_by_run,
     group_by_task,
     mean,
+    run_reward,
     spread,
     std,
+    step_rewards,
     write,
 )
-from trinity_dask.algorithm.advantages.runs import discounted, run_reward, step_rewards
 from trinity_dask.registry import nearest
 
 NORMS = ("none", "std")

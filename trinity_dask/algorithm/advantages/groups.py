@@ -1,18 +1,20 @@
 """Groups of experiences, their statistics, and the advantages written into them.
 
 Invariant: a row that cannot be trained on (no action token, no finite reward) is in no
-statistic; spreads are taken in two passes and are exactly 0 for equal values.
+statistic; every run counts once in one, however many rows it returned; spreads are taken in
+two passes and are exactly 0 for equal values.
 
-Experiences are duck-typed on ``eid.tid``, ``reward``, ``action_mask``, ``advantages`` and
-``returns``.
+Experiences are duck-typed on ``eid.tid``, ``eid.rid``, ``reward``, ``action_mask``,
+``advantages`` and ``returns``.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Optional
 
 import numpy as np
 
@@ -41,10 +43,6 @@ def is_scored(experience: Any) -> bool:
     return reward is not None and math.isfinite(reward) and bool(experience.action_mask.any())
 
 
-def scored_rewards(rows: Sequence[Any]) -> list[float]:
-    return [float(row.reward) for row in rows if is_scored(row)]
-
-
 def is_flat(values: Sequence[float]) -> bool:
     """Fewer than two values, or all equal: nothing to compare."""
     return len(values) < 2 or min(values) == max(values)
@@ -64,28 +62,68 @@ def std(values: Sequence[float], ddof: int = 1) -> float:
     return float(np.std(np.asarray(values, dtype=np.float64), ddof=ddof))
 
 
+class Rewards:
+    """The rewards of the scored rows of one group, of which each run counts once.
+
+    ``values`` and ``runs`` go by rows: a row's reward and the run that returned it. A run of
+    k rows counts with each of them by 1/k: its reward in a statistic is the mean of theirs.
+    """
+
+    def __init__(self, values: Sequence[float], runs: Sequence[Hashable]) -> None:
+        self.values, self.runs = list(values), list(runs)
+        rows = Counter(self.runs)
+        self.n_runs = len(rows)
+        self.weights = [1.0 / rows[run] for run in self.runs]
+
+    @classmethod
+    def of(cls, rows: Sequence[Any]) -> Rewards:
+        """Those of the experiences that have one."""
+        scored = [row for row in rows if is_scored(row)]
+        return cls([float(row.reward) for row in scored], [row.eid.rid for row in scored])
+
+    @property
+    def is_flat(self) -> bool:
+        """Fewer than two runs, or all rewards equal: nothing to compare."""
+        return self.n_runs < 2 or min(self.values) == max(self.values)
+
+    def mean(self) -> float:
+        weighted = zip(self.values, self.weights, strict=True)
+        return math.fsum(value * weight for value, weight in weighted) / max(self.n_runs, 1)
+
+    def std(self, ddof: int = 1) -> float:
+        """Over the runs; exactly 0 when all rewards are equal, and below two runs."""
+        if self.is_flat:
+            return 0.0
+        center, weighted = self.mean(), zip(self.values, self.weights, strict=True)
+        total = math.fsum((value - center) ** 2 * weight for value, weight in weighted)
+        return math.sqrt(total / (self.n_runs - ddof))
+
+    def of_runs(self) -> dict[Hashable, float]:
+        """The reward of each run, in order of first appearance."""
+        totals: dict[Hashable, float] = {}
+        for run, value, weight in zip(self.runs, self.values, self.weights, strict=True):
+            totals[run] = totals.get(run, 0.0) + value * weight
+        return totals
+
+
 def write(experience: Any, score: float) -> None:
     """The same advantage, and return, on every token that the policy chose."""
     experience.advantages = (score * experience.action_mask).astype(np.float32)
     experience.returns = experience.advantages.copy()
 
 
-def group_metrics(
-    rewards: Mapping[str, Sequence[float]], n_rows: int, n_kept: int
-) -> dict[str, float]:
-    """Counts and reward statistics over the groups; ``rewards`` are the scored ones."""
-    scored = [values for values in rewards.values() if values]
+def group_metrics(rewards: Mapping[str, Rewards], n_rows: int, n_kept: int) -> dict[str, float]:
+    """Counts and reward statistics over the groups; filtered and unscored ones are of rows."""
+    scored = [group for group in rewards.values() if group.values]
     metrics = {
         "filtered_count": float(n_rows - n_kept),
         "group_count": float(len(rewards)),
-        "group_of_one_count": float(sum(len(values) == 1 for values in rewards.values())),
-        "zero_variance_group_count": float(
-            sum(len(v) > 1 and min(v) == max(v) for v in rewards.values())
-        ),
-        "unscored_count": float(n_rows - sum(len(values) for values in rewards.values())),
+        "group_of_one_count": float(sum(group.n_runs == 1 for group in scored)),
+        "zero_variance_group_count": float(sum(g.n_runs > 1 and g.is_flat for g in scored)),
+        "unscored_count": float(n_rows - sum(len(group.values) for group in scored)),
     }
-    metrics |= spread("group_advantages/reward_mean", [float(np.mean(v)) for v in scored])
-    return metrics | spread("group_advantages/reward_std", [std(v) for v in scored])
+    metrics |= spread("group_advantages/reward_mean", [group.mean() for group in scored])
+    return metrics | spread("group_advantages/reward_std", [group.std() for group in scored])
 
 
 def spread(name: str, values: Sequence[float]) -> dict[str, float]:
@@ -117,3 +155,32 @@ class GroupOfOneWarning:
             alone,
             len(sizes),
         )
+
+
+def run_reward(rows: Sequence[Any]) -> Optional[float]:
+    """The last step's reward; None when it is not finite or no step has an action token."""
+    reward = rows[-1].reward
+    if reward is None or not math.isfinite(reward):
+        return None
+    return float(reward) if any(row.action_mask.any() for row in rows) else None
+
+
+def step_rewards(rows: Sequence[Any], key: str) -> list[float]:
+    """Reward of each step: ``info[key]``, else 0 and the run's reward at the last step."""
+    last = len(rows) - 1
+    return [
+        float(row.info[key])
+        if row.info.get(key) is not None
+        else (float(row.reward or 0.0) if index == last else 0.0)
+        for index, row in enumerate(rows)
+    ]
+
+
+def discounted(rewards: Sequence[float], gamma: float) -> list[float]:
+    """Σ_k γ^k r_{t+k} for each t."""
+    returns: list[float] = []
+    carry = 0.0
+    for reward in reversed(rewards):
+        carry = reward + gamma * carry
+        returns.append(carry)
+    return returns[::-1]

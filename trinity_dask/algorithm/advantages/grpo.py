@@ -1,11 +1,11 @@
-"""Group-relative advantages of single-step answers."""
+"""Group-relative advantages: of answers, and of runs with several steps."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 import numpy as np
@@ -13,12 +13,12 @@ import numpy as np
 from trinity_dask.algorithm.advantages.base import ADVANTAGE_FN
 from trinity_dask.algorithm.advantages.groups import (
     GroupOfOneWarning,
+    Rewards,
+    group_by_run,
     group_by_task,
     group_metrics,
-    is_flat,
     is_scored,
-    mean,
-    std,
+    run_reward,
     write,
 )
 from trinity_dask.registry import nearest
@@ -36,21 +36,37 @@ def check_scaling(epsilon: float, std_threshold: Optional[float], std_cal_level:
         raise ValueError(f"std_cal_level {std_cal_level!r}{nearest(std_cal_level, STD_LEVELS)}")
 
 
-def is_dropped(values: Sequence[float], std_threshold: Optional[float]) -> bool:
+def is_dropped(rewards: Rewards, std_threshold: Optional[float]) -> bool:
     """A group of one, or one whose spread is not above the threshold; None drops nothing."""
     if std_threshold is None:
         return False
-    return len(values) < 2 or std(values) <= std_threshold
+    return rewards.n_runs < 2 or rewards.std() <= std_threshold
+
+
+def divisor(rewards: Rewards, batch_std: float, std_cal_level: str, epsilon: float) -> float:
+    """What a group's differences from its mean are divided by."""
+    if std_cal_level == "none":
+        return 1.0
+    return (batch_std if std_cal_level == "batch" else rewards.std()) + epsilon
+
+
+def all_of(groups: Mapping[str, Rewards]) -> Rewards:
+    """The rewards of all groups as those of one."""
+    return Rewards(
+        [value for group in groups.values() for value in group.values],
+        [(tid, run) for tid, group in groups.items() for run in group.runs],
+    )
 
 
 @ADVANTAGE_FN.register_module("grpo")
 class GRPOAdvantage:
     """A = (r − mean) / (s + epsilon) in each group, s the sample std (n − 1).
 
-    GRPO, arXiv 2402.03300. A group with one scored row gets 0 and is counted: there is
+    GRPO, arXiv 2402.03300. Mean and s are over the n runs of the task. A group with one
+    scored run gets 0 and is counted: there is
     nothing to compare it with. With ``std_threshold`` the groups of one and those with
     s ≤ threshold are dropped (0 drops exactly the groups whose rewards are all equal).
-    ``std_cal_level="batch"`` divides by the std over all scored rows instead (arXiv
+    ``std_cal_level="batch"`` divides by the std over all scored runs instead (arXiv
     2508.08221), ``"none"`` not at all (Dr.GRPO, 2503.20783).
 
     ``rank_penalty`` p makes r' = r·(1 − p·rank/n) with rank 0 for the least likely answer
@@ -79,15 +95,14 @@ class GRPOAdvantage:
 
     def __call__(self, experiences: Sequence[Any]) -> tuple[list[Any], dict[str, float]]:
         groups = group_by_task(experiences)
-        scored = {tid: [row for row in rows if is_scored(row)] for tid, rows in groups.items()}
-        rewards = {tid: self._rewards(rows) for tid, rows in scored.items()}
-        self._warn([len(values) for values in rewards.values()])
-        batch_std = std([r for values in rewards.values() for r in values])
+        rewards = {tid: self._rewards(rows) for tid, rows in groups.items()}
+        self._warn([group.n_runs for group in rewards.values()])
+        batch_std = all_of(rewards).std()
         kept: list[list[Any]] = []
         for tid, rows in groups.items():
             if is_dropped(rewards[tid], self.std_threshold):
                 continue
-            self._score_group(rows, scored[tid], rewards[tid], batch_std)
+            self._score_group(rows, rewards[tid], batch_std)
             kept.append(rows)
         result = [row for rows in kept for row in rows]
         metrics = group_metrics(rewards, len(experiences), len(result))
@@ -96,35 +111,31 @@ class GRPOAdvantage:
             metrics["duplicated_count"] = float(len(result) - sum(map(len, kept)))
         return result, metrics
 
-    def _rewards(self, rows: Sequence[Any]) -> list[float]:
+    def _rewards(self, rows: Sequence[Any]) -> Rewards:
         """Rewards of scored rows, after the rank penalty."""
-        rewards = [float(row.reward) for row in rows]
+        rewards = Rewards.of(rows)
         if not self.rank_penalty:
             return rewards
-        order = np.argsort([_mean_logprob(row) for row in rows], kind="stable")
-        rank = np.empty(len(rows), dtype=np.int64)
-        rank[order] = np.arange(len(rows))
-        return [
-            r * (1.0 - self.rank_penalty * int(k) / len(rows))
-            for r, k in zip(rewards, rank, strict=True)
+        scored = [row for row in rows if is_scored(row)]
+        order = np.argsort([_mean_logprob(row) for row in scored], kind="stable")
+        rank = np.empty(len(scored), dtype=np.int64)
+        rank[order] = np.arange(len(scored))
+        penalised = [
+            r * (1.0 - self.rank_penalty * int(k) / len(scored))
+            for r, k in zip(rewards.values, rank, strict=True)
         ]
+        return Rewards(penalised, rewards.runs)
 
-    def _score_group(
-        self, rows: list[Any], scored: list[Any], rewards: list[float], batch_std: float
-    ) -> None:
+    def _score_group(self, rows: list[Any], rewards: Rewards, batch_std: float) -> None:
         for row in rows:
             write(row, 0.0)
-        if is_flat(rewards):
+        if rewards.is_flat:
             return
-        center, divisor = mean(rewards), self._divisor(rewards, batch_std)
-        for row, reward in zip(scored, rewards, strict=True):
-            write(row, (reward - center) / divisor)
-
-    def _divisor(self, rewards: list[float], batch_std: float) -> float:
-        if self.std_cal_level == "none":
-            return 1.0
-        width = batch_std if self.std_cal_level == "batch" else std(rewards)
-        return width + self.epsilon
+        center = rewards.mean()
+        width = divisor(rewards, batch_std, self.std_cal_level, self.epsilon)
+        scored = [row for row in rows if is_scored(row)]
+        for row, reward in zip(scored, rewards.values, strict=True):
+            write(row, (reward - center) / width)
 
     def _copies(self, kept: list[list[Any]], n_groups: int, n_rows: int) -> list[Any]:
         """Copies of ``n_groups`` random groups, but never more than ``n_rows`` rows."""
@@ -137,6 +148,68 @@ class GRPOAdvantage:
             if len(copies) + len(group) <= n_rows:
                 copies += [_copied(row) for row in group]
         return copies
+
+
+@ADVANTAGE_FN.register_module("step_wise_grpo")
+class StepWiseGRPOAdvantage:
+    """A = (r − mean) / (s + epsilon) of the run's last reward, given to each of its steps.
+
+    Every run counts once in its task's mean and std, however many steps it has; with
+    ``enable_step_norm`` the advantage is divided by the run's number of steps. The other
+    arguments are those of ``grpo``.
+    """
+
+    def __init__(
+        self,
+        epsilon: float = 1e-6,
+        enable_step_norm: bool = False,
+        std_threshold: Optional[float] = None,
+        std_cal_level: str = "group",
+    ) -> None:
+        check_scaling(epsilon, std_threshold, std_cal_level)
+        self.epsilon = epsilon
+        self.step_norm = enable_step_norm
+        self.std_threshold = std_threshold
+        self.std_cal_level = std_cal_level
+        self._warn = GroupOfOneWarning()
+
+    def __call__(self, experiences: Sequence[Any]) -> tuple[list[Any], dict[str, float]]:
+        tasks = {tid: group_by_run(rows) for tid, rows in group_by_task(experiences).items()}
+        rewards = {
+            tid: {rid: r for rid, rows in runs.items() if (r := run_reward(rows)) is not None}
+            for tid, runs in tasks.items()
+        }
+        values = {
+            tid: Rewards(list(of_runs.values()), list(of_runs)) for tid, of_runs in rewards.items()
+        }
+        self._warn([group.n_runs for group in values.values()])
+        batch_std = all_of(values).std()
+        kept = [tid for tid in tasks if not is_dropped(values[tid], self.std_threshold)]
+        for tid in kept:
+            self._score_task(tasks[tid], rewards[tid], values[tid], batch_std)
+        wanted = set(kept)
+        result = [row for row in experiences if row.eid.tid in wanted]
+        metrics = group_metrics(values, len(experiences), len(result))
+        scored = sum(group.n_runs for group in values.values())
+        metrics["unscored_count"] = float(sum(len(runs) for runs in tasks.values()) - scored)
+        return result, metrics | {
+            "experience_count": float(len(result)),
+            "skipped_group_ratio": 1.0 - len(kept) / len(tasks) if tasks else 0.0,
+        }
+
+    def _score_task(
+        self,
+        runs: dict[str, list[Any]],
+        rewards: dict[str, float],
+        values: Rewards,
+        batch_std: float,
+    ) -> None:
+        width = divisor(values, batch_std, self.std_cal_level, self.epsilon)
+        for rid, rows in runs.items():
+            scored = rid in rewards and not values.is_flat
+            score = (rewards[rid] - values.mean()) / width if scored else 0.0
+            for row in rows:
+                write(row, score / len(rows) if self.step_norm else score)
 
 
 def _mean_logprob(row: Any) -> float:

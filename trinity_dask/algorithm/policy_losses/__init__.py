@@ -4,21 +4,30 @@ from trinity_dask.algorithm.policy_losses.base import (
     MAX_LOG_RATIO,
     POLICY_LOSS_FN,
     AnyLoss,
+    LossInputs,
     PolicyLoss,
 )
 from trinity_dask.algorithm.policy_losses.divergence import JSDLoss, generalised_jsd
-from trinity_dask.algorithm.policy_losses.dpo import DPOLoss
-from trinity_dask.algorithm.policy_losses.mix import MixChordLoss, MixLoss, mu_schedule
-from trinity_dask.algorithm.policy_losses.ppo import PPOLoss
+from trinity_dask.algorithm.policy_losses.likelihood import (
+    DPOLoss,
+    MixChordLoss,
+    MixLoss,
+    SFTISLoss,
+    SFTLoss,
+    SFTPhiLoss,
+    mu_schedule,
+)
 from trinity_dask.algorithm.policy_losses.ratio import (
+    CISPOLoss,
+    GSPOLoss,
     ImportanceSamplingLoss,
+    OPMDLoss,
+    PPOLoss,
+    RECLoss,
     SAPOLoss,
     SPPOLoss,
+    TOPRLoss,
 )
-from trinity_dask.algorithm.policy_losses.rec import RECLoss
-from trinity_dask.algorithm.policy_losses.sequence_ratio import GSPOLoss
-from trinity_dask.algorithm.policy_losses.sft import SFTISLoss, SFTLoss, SFTPhiLoss
-from trinity_dask.algorithm.policy_losses.weighted import CISPOLoss, OPMDLoss, TOPRLoss
 
 POLICY_LOSSES = POLICY_LOSS_FN
 
@@ -32,6 +41,7 @@ __all__ = [
     "GSPOLoss",
     "ImportanceSamplingLoss",
     "JSDLoss",
+    "LossInputs",
     "MixChordLoss",
     "MixLoss",
     "OPMDLoss",

@@ -361,7 +361,7 @@ class StepEngine:
                 fields.get("advantages"),
                 logprob,
             )
-        loss, metrics = spec.policy_loss(**inputs, **weights)  # type: ignore[operator]
+        loss, metrics = spec.policy_loss(**inputs, **weights)
         other = torch.zeros((), device=logprob.device)
         if scores.entropy is not None:
             entropy = scores.entropy.detach()
