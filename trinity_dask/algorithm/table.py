@@ -29,8 +29,8 @@ from trinity_dask.algorithm.sample_strategies import (
     SAMPLE_STRATEGY_ARGS,
     check_strategy,
 )
-from trinity_dask.algorithm.types import ALGORITHM, AlgorithmType
-from trinity_dask.registry import build, build_callable, nearest
+from trinity_dask.algorithm.types import ALGORITHM
+from trinity_dask.registry import Registry, build, build_callable, nearest
 
 SCHEMAS = ("experience", "sft", "cpt", "dpo")
 _FUNCTIONS = (
@@ -141,148 +141,95 @@ def resolve_algorithm(cfg: Mapping[str, Any]) -> AlgorithmSpec:
         ValueError: an unknown name, argument or impossible value; names the nearest.
     """
     kind = ALGORITHM.get(cfg["algorithm_type"])
-    parts = _Parts.of(cfg, kind)
-    policy_loss = parts.policy_loss()
-    mode = _mode(cfg, kind, parts.args["policy_loss_fn"].get("loss_agg_mode"), policy_loss)
-    bypass = bool(cfg.get("bypass_old_logprobs", False))
-    advantage_fn = parts.advantage()
-    in_trainer = advantage_fn is not None and runs_in_trainer(advantage_fn)
+
+    def chosen(key: str) -> Any:
+        return getattr(kind, key) if cfg.get(key) is None else cfg[key]
+
+    names: dict[str, str] = {key: chosen(key) for key in _FUNCTIONS}
+    args: dict[str, dict[str, Any]] = {}
+    for key, name in names.items():
+        # the type's arguments are those of its own function
+        defaults = kind.args.get(key, {}) if name == getattr(kind, key) else {}
+        if key == "sample_strategy":
+            defaults = {**SAMPLE_STRATEGY_ARGS.get(name, {}), **defaults}
+        args[key] = {**defaults, **(cfg.get(f"{key}_args") or {})}
+
+    def term(cls: type, key: str) -> Any:
+        return build(f"{key} {names[key]!r}", cls, {"name": names[key], **args[key]})
+
+    def function(registry: Registry[Any], key: str, *subject: str) -> Any:
+        item = registry.get(names[key])
+        return build_callable(f"{key} {names[key]!r}", item, args[key], subject)
+
+    strategy = names["sample_strategy"]
+    if strategy not in SAMPLE_STRATEGY.names() and ":" not in strategy and "." not in strategy:
+        hint = nearest(strategy, SAMPLE_STRATEGY.names())
+        raise ValueError(f"unknown sample_strategy {strategy!r}{hint}")
+    check_strategy(strategy, args["sample_strategy"])
+    loss = function(POLICY_LOSS_FN, "policy_loss_fn", "logprob")
+    if not (isinstance(loss, PolicyLoss) and "denominator" in declared(loss)):
+        loss = AnyLoss(loss)
+    advantage = None
+    if names["advantage_fn"] != "none":
+        advantage = function(ADVANTAGE_FN, "advantage_fn", "experiences", "batch")
+    penalty: KLPenalty = term(KLPenalty, "kl_penalty_fn")
+    mode, of_loss = cfg.get("loss_agg_mode"), args["policy_loss_fn"].get("loss_agg_mode")
+    if of_loss and mode and of_loss != mode:
+        raise ValueError(
+            f"loss_agg_mode is {mode!r} and policy_loss_fn_args.loss_agg_mode {of_loss!r}; "
+            "set one of them"
+        )
+    # the user's mode, else the type's, else the policy loss's own
+    mode = check_mode(of_loss or mode or kind.loss_agg_mode or loss.agg_mode)
+    resolved = {**names, **{f"{key}_args": value for key, value in args.items()}}
     spec = AlgorithmSpec(
         algorithm_type=cfg["algorithm_type"],
         schema=kind.schema,
-        repeat_times=int(_default(cfg, "repeat_times", kind)),
-        advantage_fn=advantage_fn,
-        policy_loss=policy_loss,
-        kl_loss=parts.term(KLLoss, "kl_loss_fn"),
-        entropy_loss=parts.entropy_loss(),
+        repeat_times=int(chosen("repeat_times")),
+        advantage_fn=advantage,
+        policy_loss=loss,
+        kl_loss=term(KLLoss, "kl_loss_fn"),
+        entropy_loss=function(ENTROPY_LOSS_FN, "entropy_loss_fn"),
         loss_agg_mode=mode,
-        bypass_old_logprobs=bypass,
+        bypass_old_logprobs=bool(cfg.get("bypass_old_logprobs", False)),
         correction=build(
             "rollout_correction", RolloutCorrection, cfg.get("rollout_correction") or {}
         ),
-        resolved={**parts.resolved(), "loss_agg_mode": mode},
-        kl_penalty=parts.kl_penalty(),
-        advantage_in_trainer=in_trainer,
-        advantage_needs=advantage_needs(advantage_fn),
-        sample_strategy=parts.names["sample_strategy"],
-        sample_strategy_args=parts.args["sample_strategy"],
+        resolved={**resolved, "loss_agg_mode": mode},
+        kl_penalty=penalty if penalty.active else None,
+        advantage_in_trainer=advantage is not None and runs_in_trainer(advantage),
+        advantage_needs=advantage_needs(advantage),
+        sample_strategy=strategy,
+        sample_strategy_args=args["sample_strategy"],
     )
-    _check_correction(spec, parts.names["policy_loss_fn"])
-    _check_penalty(spec, parts.names)
-    _check_pairs(spec, parts.names["policy_loss_fn"])
+    _check_parts(spec)
     return spec
 
 
-@dataclass
-class _Parts:
-    """Names and merged arguments of the functions of an algorithm."""
-
-    names: dict[str, str]
-    args: dict[str, dict[str, Any]]
-
-    @classmethod
-    def of(cls, cfg: Mapping[str, Any], kind: AlgorithmType) -> _Parts:
-        names = {key: _default(cfg, key, kind) for key in _FUNCTIONS}
-        parts = cls(names, {key: _arguments(cfg, key, names[key], kind) for key in names})
-        if names["sample_strategy"] not in SAMPLE_STRATEGY.names():
-            _check_path("sample_strategy", names["sample_strategy"])
-        check_strategy(names["sample_strategy"], parts.args["sample_strategy"])
-        return parts
-
-    def advantage(self) -> Optional[AdvantageFn]:
-        name = self.names["advantage_fn"]
-        if name == "none":
-            return None
-        item = ADVANTAGE_FN.get(name)
-        subject = ("experiences", "batch")
-        return build_callable(f"advantage_fn {name!r}", item, self.args["advantage_fn"], subject)
-
-    def policy_loss(self) -> PolicyLoss:
-        name = self.names["policy_loss_fn"]
-        item = POLICY_LOSS_FN.get(name)
-        args = self.args["policy_loss_fn"]
-        loss = build_callable(f"policy_loss_fn {name!r}", item, args, ("logprob",))
-        whole = isinstance(loss, PolicyLoss) and "denominator" in declared(loss)
-        return loss if whole else AnyLoss(loss)
-
-    def entropy_loss(self) -> EntropyLoss:
-        name = self.names["entropy_loss_fn"]
-        item, args = ENTROPY_LOSS_FN.get(name), self.args["entropy_loss_fn"]
-        return build(f"entropy_loss_fn {name!r}", item, args)
-
-    def kl_penalty(self) -> Optional[KLPenalty]:
-        penalty = self.term(KLPenalty, "kl_penalty_fn")
-        return penalty if penalty.active else None
-
-    def term(self, cls: type, key: str) -> Any:
-        return build(f"{key} {self.names[key]!r}", cls, {"name": self.names[key], **self.args[key]})
-
-    def resolved(self) -> dict[str, Any]:
-        args = {f"{key}_args": value for key, value in self.args.items()}
-        return {**self.names, **args}
-
-
-def _default(cfg: Mapping[str, Any], key: str, kind: AlgorithmType) -> Any:
-    value = cfg.get(key)
-    return getattr(kind, key) if value is None else value
-
-
-def _arguments(cfg: Mapping[str, Any], key: str, name: str, kind: AlgorithmType) -> dict[str, Any]:
-    """The user's arguments over the defaults, which are those of the type's own function."""
-    defaults = kind.args.get(key, {}) if name == getattr(kind, key) else {}
-    if key == "sample_strategy":
-        defaults = {**SAMPLE_STRATEGY_ARGS.get(name, {}), **defaults}
-    return {**defaults, **(cfg.get(f"{key}_args") or {})}
-
-
-def _mode(
-    cfg: Mapping[str, Any], kind: AlgorithmType, of_loss: Optional[str], loss: PolicyLoss
-) -> str:
-    """The user's mode, else the type's, else the policy loss's own."""
-    given = cfg.get("loss_agg_mode")
-    if of_loss and given and of_loss != given:
-        raise ValueError(
-            f"loss_agg_mode is {given!r} and policy_loss_fn_args.loss_agg_mode {of_loss!r}; "
-            "set one of them"
-        )
-    return check_mode(of_loss or given or kind.loss_agg_mode or loss.agg_mode)
-
-
-def _check_path(key: str, name: str) -> None:
-    if ":" not in name and "." not in name:
-        raise ValueError(f"unknown {key} {name!r}{nearest(name, SAMPLE_STRATEGY.names())}")
-
-
-def _check_correction(spec: AlgorithmSpec, loss_name: str) -> None:
-    if spec.bypass_old_logprobs and spec.correction.reweights:
+def _check_parts(spec: AlgorithmSpec) -> None:
+    """Raise ValueError where functions that are right by themselves cannot act together."""
+    names, correction = spec.resolved, spec.correction
+    if spec.bypass_old_logprobs and correction.reweights:
         raise ValueError(
             "rollout_correction cannot act with bypass_old_logprobs=true: the ratio against "
             "the sampler's log-probs already contains that weight; set one of them off"
         )
-    if (
-        spec.correction.active
-        and spec.schema == "experience"
-        and not spec.policy_loss.takes_weights
-    ):
+    weighted = correction.active and spec.schema == "experience"
+    if weighted and not spec.policy_loss.takes_weights:
         raise ValueError(
-            f"rollout_correction cannot act on policy_loss_fn {loss_name!r}, which takes no "
-            "weights; set rollout_correction.mode=none, sequence_filter=none and dppo_delta=null"
+            f"rollout_correction cannot act on policy_loss_fn {names['policy_loss_fn']!r}, which "
+            "takes no weights; set rollout_correction.mode=none, sequence_filter=none and "
+            "dppo_delta=null"
         )
-
-
-def _check_penalty(spec: AlgorithmSpec, names: Mapping[str, str]) -> None:
     if spec.kl_penalty is not None and not spec.advantage_in_trainer:
         raise ValueError(
             f"kl_penalty_fn {names['kl_penalty_fn']!r} changes rewards in the trainer, but "
             f"advantage_fn {names['advantage_fn']!r} has used them before; take kl_loss_fn, or an "
             "advantage_fn of the trainer (as reinforceplusplus or rloo)"
         )
-
-
-def _check_pairs(spec: AlgorithmSpec, loss_name: str) -> None:
     if spec.policy_loss.of_pairs and spec.schema != "dpo":
         raise ValueError(
-            f"policy_loss_fn {loss_name!r} compares preference pairs, and the rows of "
-            f"algorithm_type {spec.algorithm_type!r} are none ({spec.schema}); set "
+            f"policy_loss_fn {names['policy_loss_fn']!r} compares preference pairs, and the rows "
+            f"of algorithm_type {spec.algorithm_type!r} are none ({spec.schema}); set "
             "algorithm_type=dpo, or another policy_loss_fn"
         )
