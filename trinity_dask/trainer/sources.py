@@ -16,7 +16,7 @@ from typing import Any, Optional, Protocol
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from trinity_dask.algorithm.table import resolve_algorithm
+from trinity_dask.algorithm.table import AlgorithmSpec, resolve_algorithm
 from trinity_dask.buffer.errors import EndOfData
 from trinity_dask.buffer.experience_buffer import ExperienceBuffer
 from trinity_dask.buffer.sample_strategy import Sample, make_strategy
@@ -147,13 +147,13 @@ class Source(Protocol):
 class BufferSource:
     """Rows of committed batches, as the algorithm's sample strategy draws them."""
 
-    def __init__(self, cfg: Config, buffer: Optional[ExperienceBuffer]) -> None:
+    def __init__(
+        self, cfg: Config, spec: AlgorithmSpec, buffer: Optional[ExperienceBuffer]
+    ) -> None:
         self._cfg = cfg.buffer.trainer_input.experience_buffer
         # without an explorer the batches of an earlier run are all there will be
         self._offline = buffer is None
         self._buffer = buffer or ExperienceBuffer(self._cfg)
-        load_plugins(cfg.plugin_dirs)  # they may register a function of the algorithm
-        spec = resolve_algorithm(asdict(cfg.algorithm))
         args = spec.sample_strategy_args
         self._strategy = make_strategy(spec.sample_strategy, args, cfg, self._buffer)
         self._since: list[Feed] = []
@@ -205,7 +205,7 @@ class BufferSource:
 class FileSource:
     """Rows of a file (sft, cpt, dpo), formatted and tokenised as they are read."""
 
-    def __init__(self, cfg: Config) -> None:
+    def __init__(self, cfg: Config, spec: AlgorithmSpec) -> None:
         if cfg.buffer.train_batch_size is None:
             raise ValueError(
                 "training from a file needs buffer.train_batch_size (rows per train step)"
@@ -213,8 +213,7 @@ class FileSource:
         self.left_rows = 0
         self.progress = 0
         self._cfg = cfg
-        load_plugins(cfg.plugin_dirs)  # they may register a function of the algorithm
-        self._schema = resolve_algorithm(asdict(cfg.algorithm)).schema
+        self._schema = spec.schema
         self._rows: int = cfg.buffer.train_batch_size
         self._since = 0
         self._reader: Optional[RowFile] = None
@@ -283,6 +282,8 @@ def _payload_feed(table: pa.Table) -> Feed:
 
 def open_source(cfg: Config, buffer: Optional[ExperienceBuffer]) -> Source:
     """The source that the config describes (not prepared yet)."""
+    load_plugins(cfg.plugin_dirs)  # they may register a function of the algorithm
+    spec = resolve_algorithm(asdict(cfg.algorithm))
     if cfg.buffer.trainer_input.experience_buffer.storage_type == "file":
-        return FileSource(cfg)
-    return BufferSource(cfg, buffer)
+        return FileSource(cfg, spec)
+    return BufferSource(cfg, spec, buffer)

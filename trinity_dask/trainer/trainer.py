@@ -127,9 +127,6 @@ class Trainer:
             "tokens_per_s": self._tokens_per_s,
         }
 
-    async def is_alive(self) -> bool:
-        return self.state != "stopped"
-
     # life -------------------------------------------------------------------------------
     async def prepare(self) -> dict[str, Any]:
         """Start the ranks and continue from the last complete checkpoint, if there is one."""
@@ -312,7 +309,9 @@ class Trainer:
                 result = await call(method, *args, timeout_s=self.cfg.trainer.step_timeout_s)
                 return time.perf_counter() - start, result
             except ActorLost as error:
-                await self._heal(error)
+                async with self._healing:
+                    if error.handle in self.pool.handles:  # not rebuilt meanwhile
+                        await self._rebuild(error)
 
     async def _heal_quietly(self) -> None:
         """Rebuild ranks that were lost while nothing was asked of them."""
@@ -327,12 +326,6 @@ class Trainer:
                 await self.pool.call_all("free_port", timeout_s=CHECK_TIMEOUT_S)
             except ActorLost as error:
                 await self._rebuild(error)
-
-    async def _heal(self, cause: Exception) -> None:
-        async with self._healing:
-            if isinstance(cause, ActorLost) and cause.handle not in self.pool.handles:
-                return  # rebuilt meanwhile, by whoever noticed it first
-            await self._rebuild(cause)
 
     async def _rebuild(self, cause: Exception) -> None:
         while True:

@@ -68,7 +68,12 @@ def is_complete(path: str | Path) -> bool:
     path = Path(path)
     try:
         files = json.loads((path / MARKER).read_text(encoding="utf-8"))["files"]
-        return all(_agrees(path / name, entry) for name, entry in files.items() if _marked(name))
+        return all(
+            (path / name).stat().st_size == entry["size"]
+            and ("sha256" not in entry or _sha256(path / name) == entry["sha256"])
+            for name, entry in files.items()
+            if _marked(name)
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
@@ -76,12 +81,6 @@ def is_complete(path: str | Path) -> bool:
 def _marked(name: str) -> bool:
     """Whether the marker vouches for the file; older markers also named the export's."""
     return Path(name).parts[0] != HF_EXPORT
-
-
-def _agrees(file: Path, entry: dict[str, Any]) -> bool:
-    if file.stat().st_size != entry["size"]:
-        return False
-    return "sha256" not in entry or _sha256(file) == entry["sha256"]
 
 
 def complete_checkpoints(job_dir: str | Path) -> list[Path]:
@@ -166,9 +165,21 @@ def write_checkpoint(
         fill(partial)
         reached("filled")
         (partial / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
-        _sync_tree(partial)
+        entries = {}
+        for path in sorted(partial.rglob("*")):
+            if path.is_dir():
+                fsync_directory(path)
+                continue
+            _sync_file(path)
+            if _marked(name := str(path.relative_to(partial))):
+                size = path.stat().st_size
+                hashed = {"sha256": _sha256(path)} if size <= HASHED_BYTES else {}
+                entries[name] = {"size": size} | hashed
         reached("synced")
-        _write_marker(partial, step)
+        marker = json.dumps({"step": step, "files": entries}, indent=1)
+        (partial / MARKER).write_text(marker, encoding="utf-8")
+        _sync_file(partial / MARKER)
+        fsync_directory(partial)
         reached("marked")
         _move_in(partial, target, reached)
     except BaseException:
@@ -201,7 +212,8 @@ def prune(job_dir: str | Path, keep: int, newest: Optional[Path] = None) -> None
     directory finds higher steps there.
     """
     for path in Path(job_dir).iterdir():
-        if _PARTIAL.match(path.name) or _is_replaced(path):
+        replaced = path.name.endswith(_RETIRED) and is_complete(path.with_suffix(""))
+        if _PARTIAL.match(path.name) or replaced:
             shutil.rmtree(path, ignore_errors=True)
     for path in complete_checkpoints(job_dir)[:-keep] if keep > 0 else []:
         if path == newest:
@@ -211,38 +223,8 @@ def prune(job_dir: str | Path, keep: int, newest: Optional[Path] = None) -> None
         shutil.rmtree(path)
 
 
-def _is_replaced(path: Path) -> bool:
-    """A retired checkpoint whose successor is complete."""
-    return path.name.endswith(_RETIRED) and is_complete(path.with_suffix(""))
-
-
-def _write_marker(directory: Path, step: int) -> None:
-    files = {
-        name: _entry(file)
-        for file in sorted(directory.rglob("*"))
-        if file.is_file() and _marked(name := str(file.relative_to(directory)))
-    }
-    marker = directory / MARKER
-    marker.write_text(json.dumps({"step": step, "files": files}, indent=1), encoding="utf-8")
-    _sync_file(marker)
-    fsync_directory(directory)
-
-
-def _entry(file: Path) -> dict[str, Any]:
-    size = file.stat().st_size
-    return {"size": size} | ({"sha256": _sha256(file)} if size <= HASHED_BYTES else {})
-
-
 def _sha256(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def _sync_tree(directory: Path) -> None:
-    for path in directory.rglob("*"):
-        if path.is_dir():
-            fsync_directory(path)
-        else:
-            _sync_file(path)
 
 
 def _sync_file(path: Path) -> None:

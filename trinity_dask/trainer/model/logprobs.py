@@ -77,7 +77,10 @@ class Scorer:
         self.logits_bytes = logits_bytes
         self._around = around
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._head = plain_head(model) if self._keeps_logits else None
+        # the output head if it is one linear layer and nothing else
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        plain = self._keeps_logits and type(head) is torch.nn.Linear
+        self._head: Optional[torch.nn.Linear] = head if plain else None
         self._shares = self._keeps_logits and may_share(model)
 
     def __call__(
@@ -97,7 +100,8 @@ class Scorer:
         targets = micro.input_ids[:, micro.prompt_width :]
         if micro.shared is not None and self._shares and not is_proven(self.model):
             self._prove(micro)
-        if not keep_logits and self._head is not None and self._is_large(targets.numel()):
+        n_words = 0 if keep_logits or self._head is None else self._head.out_features
+        if 4 * targets.numel() * n_words > self.logits_bytes:
             score = partial(self._scored, targets, entropy, entropy_gradient)
             in_parts = self._in_parts_shared if self._shared(micro) else self._in_parts
             scores = in_parts(micro, score)
@@ -126,10 +130,6 @@ class Scorer:
         )
         mask = micro.attention_mask[:, micro.prompt_width :]
         self._shares = prove(self.model, shared, plain, mask, self.autocast is not None)
-
-    def _is_large(self, n_tokens: int) -> bool:
-        assert self._head is not None
-        return 4 * n_tokens * self._head.out_features > self.logits_bytes
 
     def _in_parts(self, micro: MicroBatch, score: Score) -> Optional[Scores]:
         """Scores computed in the place of the logits; None if the model changes its logits."""
@@ -214,12 +214,6 @@ class Scorer:
         if self._keeps_logits:
             inputs["logits_to_keep"] = micro.response_width
         return inputs
-
-
-def plain_head(model: Any) -> Optional[torch.nn.Linear]:
-    """The output head if it is one linear layer and nothing else."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    return head if type(head) is torch.nn.Linear else None
 
 
 @contextmanager

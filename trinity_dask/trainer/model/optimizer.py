@@ -13,10 +13,8 @@ from typing import Any, Optional
 
 import torch
 
+from trinity_dask.config.fields import choices_of
 from trinity_dask.config.schema import OptimizerConfig
-
-OPTIMIZERS = ("adamw", "sgd", "adamw8bit")
-SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
 
 @dataclass(frozen=True)
@@ -39,9 +37,10 @@ class Schedule:
     decay_ratio: float = 0.2
 
     def __post_init__(self) -> None:
-        if self.kind not in SCHEDULES:
+        allowed = choices_of(OptimizerConfig, "lr_scheduler_type")
+        if self.kind not in allowed:
             raise ValueError(
-                f"unknown lr_scheduler_type {self.kind!r}; allowed: {', '.join(SCHEDULES)}"
+                f"unknown lr_scheduler_type {self.kind!r}; allowed: {', '.join(allowed)}"
             )
         if self.kind != "constant" and self.total_steps is None:
             raise ValueError(
@@ -84,9 +83,10 @@ def build_optimizer(
         ImportError: ``adamw8bit`` without bitsandbytes.
     """
     trainable = [p for p in parameters if p.requires_grad]
-    if cfg.optimizer_type not in OPTIMIZERS:
+    allowed = choices_of(OptimizerConfig, "optimizer_type")
+    if cfg.optimizer_type not in allowed:
         raise ValueError(
-            f"unknown optimizer_type {cfg.optimizer_type!r}; allowed: {', '.join(OPTIMIZERS)}"
+            f"unknown optimizer_type {cfg.optimizer_type!r}; allowed: {', '.join(allowed)}"
         )
     if cfg.optimizer_type == "sgd":
         return torch.optim.SGD(

@@ -59,8 +59,13 @@ def load_policy(
             attn_implementation="sdpa",
             trust_remote_code=trust_remote_code,
         )
-    if fused_kernels:
-        take_fused_kernels(model, device)
+    if fused_kernels and device != "cpu" and importlib.util.find_spec("liger_kernel") is not None:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        # norms, rotary embedding and MLP; its fused loss knows no log-prob of each token
+        _apply_liger_kernel_to_instance(
+            model=model, cross_entropy=False, fused_linear_cross_entropy=False
+        )
     if lora is not None and lora.rank > 0:
         add_adapter(model, asdict(lora), str(model_path))
     model.to(device)
@@ -79,21 +84,6 @@ def without_dropout(model: Any) -> None:
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0
-
-
-def take_fused_kernels(model: Any, device: str) -> bool:
-    """Replace norms, rotary embedding and MLP by liger-kernel's; False where it cannot be.
-
-    The scores stay ours: liger's fused loss knows no log-prob of each token.
-    """
-    if device == "cpu" or importlib.util.find_spec("liger_kernel") is None:
-        return False
-    from liger_kernel.transformers import _apply_liger_kernel_to_instance
-
-    _apply_liger_kernel_to_instance(
-        model=model, cross_entropy=False, fused_linear_cross_entropy=False
-    )
-    return True
 
 
 def autocast_dtype(name: str) -> Optional[torch.dtype]:

@@ -57,7 +57,7 @@ class _ScoreTokens(torch.autograd.Function):
         head = _Head(hidden, weight, bias, temperature)
         n = len(targets)
         logprob, total, entropies = hidden.new_empty(3, n, dtype=torch.float32)
-        for part in head.rows(n):
+        for part in _parts(n, len(head.weight)):
             logits = head.logits(hidden[part])
             highest = logits.amax(dim=1, keepdim=True)
             chosen = logits.gather(1, targets[part, None])
@@ -80,14 +80,18 @@ class _ScoreTokens(torch.autograd.Function):
         of_bias = torch.empty_like(bias) if wants_bias else None
         extra = (entropies, grads[1]) if ctx.entropy and bool(grads[1].any()) else None
         # here by parts of the vocabulary: each row of the weight's gradient is written once
-        for part in head.columns(len(targets)):
+        for part in _parts(len(head.weight), len(targets)):
             logits = head.logits(hidden, part)
             slope = _slope(logits, targets - part.start, total, grads[0], extra)
             slope = slope.div_(head.heat).to(hidden.dtype)
-            if back is not None:
-                _add_product(back, slope, head.weight[part])
-            if of_weight is not None:
-                _set_product(of_weight[part], slope.t(), hidden)
+            if back is not None and back.dtype == slope.dtype:
+                back.addmm_(slope, head.weight[part])
+            elif back is not None:
+                back += slope @ head.weight[part]
+            if of_weight is not None and of_weight.dtype == slope.dtype:
+                torch.mm(slope.t(), hidden, out=of_weight[part])
+            elif of_weight is not None:
+                of_weight[part].copy_(slope.t() @ hidden)
             if of_bias is not None:
                 of_bias[part] = slope.sum(dim=0)
         return None if back is None else back.to(hidden.dtype), of_weight, of_bias, None, None, None
@@ -104,14 +108,6 @@ class _Head:
         self.heat = temperature
         self._buffer = hidden.new_empty(0)  # fresh pages for every part would cost more
 
-    def rows(self, n: int) -> list[slice]:
-        """Tokens in parts whose logits fit into :data:`CHUNK_BYTES`."""
-        return _parts(n, len(self.weight))
-
-    def columns(self, n: int) -> list[slice]:
-        """The vocabulary in parts for which the logits of all ``n`` tokens fit."""
-        return _parts(len(self.weight), n)
-
     def logits(self, hidden: Tensor, part: slice = _ALL) -> Tensor:
         """float32 ``[n, V of part]``, to be overwritten; the next call overwrites it too."""
         weight = self.weight[part]
@@ -127,22 +123,9 @@ class _Head:
 
 
 def _parts(n: int, width: int) -> list[slice]:
+    """``n`` rows of ``width`` logits, in parts that fit into :data:`CHUNK_BYTES`."""
     size = max(CHUNK_BYTES // (4 * max(width, 1)), 1)
     return [slice(start, min(start + size, n)) for start in range(0, n, size)]
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right
-
-
-def _set_product(out: Tensor, left: Tensor, right: Tensor) -> None:
-    if out.dtype == left.dtype:
-        torch.mm(left, right, out=out)
-    else:
-        out.copy_(left @ right)
 
 
 def _mass(logits: Tensor, highest: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:

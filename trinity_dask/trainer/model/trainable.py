@@ -57,6 +57,8 @@ class TrainableModel:
         # its forward passes need all ranks, since weights are shards: ranks must then run the
         # same number of passes, with blank ones where rows are few
         self.lockstep = is_sharded(module)
+        # what is trained, as this rank has it (perhaps a shard of each tensor), under the names
+        # of a saved model; with an adapter, those of peft's file
         self.named: dict[str, Any] = (
             adapter_parameters(module) if has_adapter(module) else dict(module.named_parameters())
         )
@@ -134,13 +136,6 @@ class TrainableModel:
         return norm
 
     # state ------------------------------------------------------------------------------
-    def weight_tensors(self) -> dict[str, Tensor]:
-        """What is trained, by name, as this rank has it: perhaps a shard of each tensor.
-
-        Names are those of a saved model; with an adapter, those of peft's file.
-        """
-        return {name: parameter.detach() for name, parameter in self.named.items()}
-
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every trained weight by name, whole, each stored tensor once.
 

@@ -69,8 +69,14 @@ def load_value_model(
             )
         finally:
             transformers_logging.set_verbosity(verbosity)
-    if not _has_head(model_path):
-        _zero_head(model)
+    config = Path(model_path) / "config.json"
+    known = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    names = known.get("architectures") or []
+    if not any(name.endswith("ForTokenClassification") for name in names):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.partition(".")[0] in HEAD_NAMES:
+                    parameter.zero_()
     model.to(device)
     without_dropout(model)
     model.eval()
@@ -78,21 +84,6 @@ def load_value_model(
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
     return model
-
-
-def _has_head(model_path: str | Path) -> bool:
-    config = Path(model_path) / "config.json"
-    if not config.is_file():
-        return False
-    names = json.loads(config.read_text(encoding="utf-8")).get("architectures") or []
-    return any(name.endswith("ForTokenClassification") for name in names)
-
-
-@torch.no_grad()
-def _zero_head(model: Any) -> None:
-    for name, parameter in model.named_parameters():
-        if name.partition(".")[0] in HEAD_NAMES:
-            parameter.zero_()
 
 
 class ValueScorer:

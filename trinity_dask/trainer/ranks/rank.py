@@ -231,7 +231,7 @@ class TrainerRank:
         self._loaded = _Loaded(engine, model_path, 0 if pad is None else int(pad), meter, group)
         return {
             "parameters": sum(p.numel() for p in model.parameters()),
-            "trained": sum(t.numel() for t in engine.policy.weight_tensors().values()),
+            "trained": sum(t.numel() for t in engine.policy.named.values()),
             "device": str(engine.device),
             "algorithm": spec.resolved,
             "seconds": time.perf_counter() - start,
@@ -349,7 +349,7 @@ class TrainerRank:
     # weights ----------------------------------------------------------------------------
     async def weight_meta(self) -> tuple[TensorMeta, ...]:
         """Names, wire dtypes and shapes, in sending order: the model, or only its adapter."""
-        named = self._now.engine.policy.weight_tensors()
+        named = self._now.engine.policy.named
         return tensor_meta(named.items(), self.cfg.model.dtype)
 
     async def vocab_size(self) -> int:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from typing import Any, Optional
 
+from trinity_dask.aio import all_or_first_error
 from trinity_dask.cluster.actors import (
     ActorRef,
     create_actor,
@@ -64,7 +65,7 @@ class RankPool:
             Exception: what a rank raised.
         """
         ranks = range(self.world_size)
-        self._refs = list(await asyncio.gather(*(self._create(rank) for rank in ranks)))
+        self._refs = await all_or_first_error(*(self._create(rank) for rank in ranks))
         for rank in ranks:
             self._watch(rank)
         return await self._prepare(model_path, checkpoint)

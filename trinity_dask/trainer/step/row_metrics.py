@@ -43,7 +43,10 @@ def describe_rows(table: pa.Table) -> dict[str, float]:
     """
     if table.num_rows == 0:
         return {"sample/rows": 0.0, "sample/tokens": 0.0}
-    rewards = _finite_rewards(table)
+    # null where there is no finite reward, or the row is a demonstration: a placeholder
+    rewards = table["reward"]
+    keep = pc.and_(pc.is_finite(rewards), pa.array(~flagged(table, "is_expert")))
+    rewards = pc.if_else(keep, rewards, pa.scalar(None, rewards.type))
     tokens = row_lengths(table)
     prompt = table["prompt_length"].to_numpy().astype(np.int64)
     truncated = _share(table, RESPONSE_TRUNCATED)
@@ -84,14 +87,6 @@ def max_memory_gb(device: str) -> float:
 def _share(table: pa.Table, status: str) -> float:
     found = pc.sum(pc.equal(table["truncate_status"], status)).as_py() or 0
     return found / table.num_rows
-
-
-def _finite_rewards(table: pa.Table) -> pa.ChunkedArray:
-    """The reward of each row; null where there is none, it is not finite, or the row is a
-    demonstration, whose reward is a placeholder."""
-    rewards = table["reward"]
-    keep = pc.and_(pc.is_finite(rewards), pa.array(~flagged(table, "is_expert")))
-    return pc.if_else(keep, rewards, pa.scalar(None, rewards.type))
 
 
 def _groups(table: pa.Table, rewards: pa.ChunkedArray) -> dict[str, float]:

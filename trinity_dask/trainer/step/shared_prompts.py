@@ -100,7 +100,7 @@ def forward_shared(model: Any, micro: MicroBatch, shared: SharedPrompts) -> list
     if micro.padded_left:
         mask = micro.attention_mask.index_select(0, first)[:, :width]
         masks = {"attention_mask": mask, "position_ids": positions(mask)}
-    cache = DynamicCache()
+    cache: Any = DynamicCache()
     head = model(
         input_ids=micro.input_ids.index_select(0, first)[:, :width],
         past_key_values=cache,
@@ -110,26 +110,16 @@ def forward_shared(model: Any, micro: MicroBatch, shared: SharedPrompts) -> list
     ).logits
     if n_response == 1:
         return [head]
-    _repeat(cache, shared.of_row.to(first.device))
-    return [head, _after_prompts(model, micro, cache)]
-
-
-def _after_prompts(model: Any, micro: MicroBatch, cache: Any) -> Tensor:
-    width = micro.prompt_width
-    mask = micro.attention_mask[:, :-1]
-    inputs: dict[str, Any] = {"position_ids": positions(mask)[:, width:]}
-    if micro.padded_left:
-        inputs["attention_mask"] = mask
-    return model(
-        input_ids=micro.input_ids[:, width:-1], past_key_values=cache, use_cache=True, **inputs
-    ).logits
-
-
-def _repeat(cache: Any, of_row: Tensor) -> None:
-    """The cache's row ``i`` becomes its old row ``of_row[i]``; gradients flow back."""
-    for layer in cache.layers:
+    of_row = shared.of_row.to(first.device)
+    for layer in cache.layers:  # one row for each answer; gradients flow back
         layer.keys = layer.keys.index_select(0, of_row)
         layer.values = layer.values.index_select(0, of_row)
+    mask = micro.attention_mask[:, :-1]
+    masks = {"position_ids": positions(mask)[:, width:]}
+    if micro.padded_left:
+        masks["attention_mask"] = mask
+    ids = micro.input_ids[:, width:-1]
+    return [head, model(input_ids=ids, past_key_values=cache, use_cache=True, **masks).logits]
 
 
 def join(parts: list[Tensor], shared: SharedPrompts) -> Tensor:
@@ -149,7 +139,16 @@ _proven: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 def may_share(model: Any) -> bool:
     """Whether a model's attention and signature allow it, and no check of it has failed."""
-    return _proven.get(model, _has_full_attention(model) and _takes_cache(model))
+    config = model.config.get_text_config()
+    slides = getattr(config, "sliding_window", None) is not None and bool(
+        getattr(config, "use_sliding_window", True)
+    )
+    names = inspect.signature(model.forward).parameters
+    takes_cache = {"past_key_values", "position_ids", "logits_to_keep", "use_cache"} <= names.keys()
+    # with checkpointing transformers drops the cache in the middle of the model
+    keeps_cache = not getattr(model, "is_gradient_checkpointing", False)
+    full = attention_kinds(config) == {FULL_ATTENTION} and not slides
+    return _proven.get(model, full and takes_cache and keeps_cache)
 
 
 def is_proven(model: Any) -> bool:
@@ -174,19 +173,3 @@ def prove(model: Any, shared: Tensor, plain: Tensor, mask: Tensor, rounded: bool
             gap,
         )
     return fine
-
-
-def _has_full_attention(model: Any) -> bool:
-    config = model.config.get_text_config()
-    slides = getattr(config, "sliding_window", None) is not None and bool(
-        getattr(config, "use_sliding_window", True)
-    )
-    return attention_kinds(config) == {FULL_ATTENTION} and not slides
-
-
-def _takes_cache(model: Any) -> bool:
-    # with checkpointing transformers drops the cache in the middle of the model
-    if getattr(model, "is_gradient_checkpointing", False):
-        return False
-    names = inspect.signature(model.forward).parameters
-    return {"past_key_values", "position_ids", "logits_to_keep", "use_cache"} <= names.keys()

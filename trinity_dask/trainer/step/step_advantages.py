@@ -14,8 +14,7 @@ from torch import Tensor
 
 from trinity_dask.algorithm.table import AlgorithmSpec
 from trinity_dask.trainer.model.value_model import explained_variance
-from trinity_dask.trainer.ranks.gradients import GradientGroup
-from trinity_dask.trainer.step.batching import Batch, StepRows, UpdatePlan
+from trinity_dask.trainer.step.batching import Batch, StepRows
 from trinity_dask.trainer.step.row_metrics import bounds
 
 # what models say about a token: name in this rank's rows -> name in the global batch
@@ -97,18 +96,6 @@ def token_rewards(batch: Batch) -> Tensor:
     return rewards
 
 
-def gather_rows(values: Tensor, width: int, plan: UpdatePlan, group: GradientGroup) -> Tensor:
-    """``[b, r]`` values of this rank's rows to ``[n_rows, width]`` of all ranks'.
-
-    Every row is contributed by its owner alone, so a plain sum puts them together.
-    """
-    out = values.new_zeros(plan.n_rows, width)
-    owned = torch.from_numpy(plan.owned)
-    rows = torch.from_numpy(plan.rows[plan.owned])
-    out[rows, : values.shape[1]] = values[owned.to(values.device)]
-    return group.sum_(out)
-
-
 def estimate(spec: AlgorithmSpec, whole: Batch, rows: StepRows) -> dict[str, float]:
     """Penalise, estimate, and give this rank its rows.
 
@@ -124,9 +111,14 @@ def estimate(spec: AlgorithmSpec, whole: Batch, rows: StepRows) -> dict[str, flo
         "run": whole["run"].tolist() if "run" in whole else [],
     }
     batch |= {name: whole[name] for name in GIVEN if name in whole}
+    owned = rows.plan.owned
     for name, target in SCORED.items():
         if name in rows.batch:
-            batch[target] = gather_rows(rows.batch[name], width, rows.plan, rows.group).cpu()
+            # every row is contributed by its owner alone, so a plain sum puts them together
+            values = rows.batch[name]
+            total = values.new_zeros(rows.plan.n_rows, width)
+            total[rows.plan.rows[owned], : values.shape[1]] = values[owned]
+            batch[target] = rows.group.sum_(total).cpu()
     if spec.bypass_old_logprobs and "rollout_logprobs" in whole:
         batch["old_logprobs"] = whole["rollout_logprobs"]
     metrics: dict[str, float] = {}
