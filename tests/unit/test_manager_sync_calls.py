@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from trinity_dask.config.schema import SynchronizerConfig
-from trinity_dask.manager import Synchronizer
 from trinity_dask.sync.state import RUNNING
+from trinity_dask.sync.synchronizer import Synchronizer
 from trinity_dask.weights.files import read_safetensors, write_safetensors
 
 pytestmark = pytest.mark.timeout(120)

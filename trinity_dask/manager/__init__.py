@@ -8,7 +8,7 @@ from __future__ import annotations
 from trinity_dask import lazy
 
 _SOURCES = {
-    "Synchronizer": "trinity_dask.sync.synchronizer",
+    "Synchronizer": "trinity_dask.compat.synchronizer",
     "RunningStatus": "trinity_dask.sync.state",
     "StateManager": "trinity_dask.compat.state_manager",
 }

@@ -79,7 +79,7 @@ class StageRunner:
         self.cfg.model.model_path = stage_model_path(self.cfg, self.previous)
         await asyncio.to_thread(self._save_config)
         async with AsyncExitStack() as stack:
-            await self._build(stack)
+            await self.build(stack)
             reporter = Reporter(self, self.board)
             stack.push_async_callback(reporter.close)
             reporter.start()
@@ -102,7 +102,8 @@ class StageRunner:
             if part is not None:
                 await part.stop()
 
-    async def _build(self, stack: AsyncExitStack) -> None:
+    async def build(self, stack: AsyncExitStack) -> None:
+        """Make the parts; ``stack`` takes them down."""
         raise NotImplementedError
 
     async def _run_parts(self, reporter: Reporter) -> None:

@@ -18,7 +18,7 @@ ROLE = "benchmark"
 class BenchStage(StageRunner):
     """See the module."""
 
-    async def _build(self, stack: AsyncExitStack) -> None:
+    async def build(self, stack: AsyncExitStack) -> None:
         await self.board.update(message="starting engines")
         self.cfg.explorer.name = ROLE
         pool = self._make_engines(stack)

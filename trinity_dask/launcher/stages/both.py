@@ -23,7 +23,7 @@ log = logging.getLogger("trinity_dask.stage")
 class BothStage(StageRunner):
     """See the module."""
 
-    async def _build(self, stack: AsyncExitStack) -> None:
+    async def build(self, stack: AsyncExitStack) -> None:
         await self.board.update(message="starting engines and trainer")
         await self._make_shared(stack)
         trainer = self._make_trainer(stack)

@@ -28,7 +28,7 @@ class ExploreStage(StageRunner):
 
     meeting: Optional[Meeting] = None
 
-    async def _build(self, stack: AsyncExitStack) -> None:
+    async def build(self, stack: AsyncExitStack) -> None:
         if self.cfg.synchronizer.peer_timeout_s:
             await self._build_with_trainer(stack, self.cfg.synchronizer.peer_timeout_s)
         else:

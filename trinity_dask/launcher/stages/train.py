@@ -25,7 +25,7 @@ class TrainStage(StageRunner):
 
     meeting: Optional[Meeting] = None
 
-    async def _build(self, stack: AsyncExitStack) -> None:
+    async def build(self, stack: AsyncExitStack) -> None:
         await self.board.update(message="starting the trainer")
         if not self.cfg.synchronizer.peer_timeout_s:
             await self._make_trainer(stack).prepare()

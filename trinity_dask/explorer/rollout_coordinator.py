@@ -1,0 +1,12 @@
+"""Trinity-RFT's path of the rollout coordinator.
+
+Invariant: nothing is defined here, and nothing is loaded before it is used.
+"""
+
+from __future__ import annotations
+
+from trinity_dask import lazy
+
+_SOURCES = {"RolloutCoordinator": "trinity_dask.compat.rollout_coordinator"}
+__all__ = list(_SOURCES)
+__getattr__ = lazy.names(__name__, _SOURCES)
