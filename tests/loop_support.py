@@ -54,7 +54,7 @@ class Monitor:
         self.steps = {}
 
     def log(self, step, metrics):
-        self.steps[step] = dict(metrics)
+        self.steps.setdefault(step, {}).update(metrics)
 
 
 async def filled_buffer(cfg, sizes, close=True):

@@ -24,7 +24,7 @@ class KillingMonitor:
         self.steps: dict[int, dict[str, float]] = {}
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        self.steps[step] = dict(metrics)
+        self.steps.setdefault(step, {}).update(metrics)
         if self.kill is not None and step == self.kill[0]:
             os.kill(self.pids[self.kill[1]], signal.SIGKILL)
             self.kill = None

@@ -84,6 +84,24 @@ def test_a_step_is_train_acknowledge_synchronise_save_log(tmp_path, model_path):
         assert monitor.steps[1][name] >= 0
 
 
+def test_a_step_is_logged_before_it_is_saved(tmp_path, model_path):
+    """A run that is killed after its checkpoint goes on behind the step, and logs it no more."""
+    cfg = grpo_config(tmp_path, model_path, save_interval=1)
+    saved = {}
+
+    class Watching(Monitor):
+        def log(self, step, metrics):
+            super().log(step, metrics)
+            names = [path.name for path in complete_checkpoints(tmp_path)]
+            saved.setdefault(step, f"global_step_{step}" in names)
+
+    async def main():
+        await run(cfg, await filled_buffer(cfg, [4, 4, 4]), monitor=Watching())
+
+    asyncio.run(main())
+    assert saved == {1: False, 2: False, 3: False}
+
+
 def test_total_steps_end_the_run_before_the_data(tmp_path, model_path):
     cfg = grpo_config(tmp_path, model_path, total_steps=2)
 

@@ -1,7 +1,8 @@
 """The trainer: which rows, which step, when to synchronise, when to save.
 
-Invariant: a step is *train, acknowledge, synchronise, save, log*, in that order, so a
-checkpoint names exactly the rows its weights have seen; and a step that was once announced
+Invariant: a step is *train, acknowledge, synchronise, log, save*, in that order, so a
+checkpoint names exactly the rows its weights have seen, and a run that is killed and goes on
+from it has the metrics of every step before; and a step that was once announced
 to the synchronizer keeps its weights: lost ranks come back by replaying the same rows from
 the last checkpoint, not by forgetting them.
 """
@@ -177,16 +178,19 @@ class Trainer:
                 self.state = "syncing"
                 await self._synchronizer.trainer_sync(self.step, self.progress)
             metrics["time/sync_weight"] = time.perf_counter() - start
+            self._log(metrics)
             # the last step is saved after the loop, with the export
             interval = self.cfg.trainer.save_interval
             if interval > 0 and self.step % interval == 0 and not self._finished:
                 start = time.perf_counter()
                 await self._save()
-                metrics["time/save_checkpoint"] = time.perf_counter() - start
-            if self._monitor is not None:
-                self._monitor.log(self.step, metrics)
+                self._log({"time/save_checkpoint": time.perf_counter() - start})
             await self._check_usable()
         return await self._finish()
+
+    def _log(self, metrics: dict[str, float]) -> None:
+        if self._monitor is not None:
+            self._monitor.log(self.step, metrics)
 
     @property
     def _finished(self) -> bool:
