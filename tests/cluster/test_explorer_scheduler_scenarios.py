@@ -14,7 +14,6 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,7 +32,6 @@ from scheduler_stand import (
     until,
 )
 
-from trinity_dask.explorer.rollout.subtask import SubTaskSpec
 from trinity_dask.explorer.schedule.scheduler import Scheduler
 from trinity_dask.explorer.schedule.tasks import BatchResult, Counts
 from trinity_dask.workflows import Task
@@ -230,20 +228,6 @@ def test_runner_states_tell_what_runs_where(stand: Stand, tmp_path: Path) -> Non
         assert seen[0]["begin_time"] < seen[1]["begin_time"]
         assert all(s["running_time"] >= 0.0 for s in seen)
         assert len(scheduler.lanes.states()) == SLOTS + RUNNER_LANES
-
-    stand.run(body)
-
-
-def test_one_lane_can_be_used_outside_of_batches(stand: Stand) -> None:
-    async def body(scheduler: Scheduler) -> None:
-        executor, (task,) = scheduler.executor, dummies(1, 3)
-        for lane in (0, SLOTS):  # beside an engine, and on a runner worker
-            spec = SubTaskSpec(task, 3, 0, WAIT_S, True, executor.settings, lane=lane)
-            outcome, payload = await executor.run_alone(spec)
-            assert outcome.status.ok
-            assert (rows([payload]), outcome.runner["runner_id"]) == (3, lane)
-        with pytest.raises(ValueError, match="no lane 99"):
-            await executor.run_alone(replace(spec, lane=99))
 
     stand.run(body)
 

@@ -35,11 +35,6 @@ class Lane:
         if self.first_version is None:
             self.first_version = _version(model)
 
-    def end(self) -> None:
-        self.terminate_time = time.time()
-        self.final = self._model_facts()
-        self.models = []  # an idle lane holds no history of experiences
-
     def state(self) -> dict[str, Any]:
         """The lane's row, as values that any message can carry: others are shortened text.
 
@@ -48,7 +43,7 @@ class Lane:
         """
         until = self.terminate_time or time.time()
         row = {
-            **(self.final if self.terminate_time else self._model_facts()),
+            **(self.final if self.terminate_time else self.model_facts()),
             "runner_id": self.runner_id,
             "workflow_id": self.workflow_id,
             "repeat_cnt": self.repeat_cnt,
@@ -67,7 +62,7 @@ class Lane:
         now = [version for model in self.models if (version := _version(model)) is not None]
         return None if self.first_version is None else (self.first_version, max(now))
 
-    def _model_facts(self) -> dict[str, Any]:
+    def model_facts(self) -> dict[str, Any]:
         facts: dict[str, Any] = {}
         for model in self.models:
             facts.update(getattr(model, "get_workflow_state", dict)())
@@ -108,7 +103,9 @@ class Lanes:
         try:
             yield lane
         finally:
-            lane.end()
+            lane.terminate_time = time.time()
+            lane.final = lane.model_facts()
+            lane.models = []  # an idle lane holds no history of experiences
             if own is not None:
                 heapq.heappush(self._free, own)
 

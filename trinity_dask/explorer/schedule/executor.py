@@ -70,7 +70,7 @@ class Executor:
         self._client = client
         self._lanes = lanes
         self._changes = changes
-        self.settings = RunnerSettings.from_config(cfg)
+        self._settings = RunnerSettings.from_config(cfg)
         self._prefix = f"rollout-{uuid.uuid4().hex[:8]}"
         self._groups: dict[str, str] = {}  # workflow -> group of workers
         self._out: dict[int, _Out] = {}
@@ -79,7 +79,7 @@ class Executor:
         self._fetchers: dict[str, asyncio.Task[None]] = {}
         ready_s = cfg.explorer.rollout_model.prepare_timeout_s + READY_GRACE_S
         self._membership = Membership(
-            client, ready_s, self._worker_up, self._worker_lost, self.settings
+            client, ready_s, self._worker_up, self._worker_lost, self._settings
         )
         self._timer: Optional[asyncio.TimerHandle] = None
         self._timer_due = 0.0
@@ -158,24 +158,22 @@ class Executor:
 
     def _spec(self, submit: Submit) -> SubTaskSpec:
         sub_task = submit.sub_task
-        scheduled = sub_task.task
+        scheduled, engine = sub_task.task, None
+        if sub_task.group == RUNNER:  # its lanes are spread over all engines
+            engines = sorted(w.name for w in self._state.workers if w.group == ROLLOUT and w.up)
+            engine = engines[submit.lane % len(engines)] if engines else None
         return SubTaskSpec(
             replace(scheduled.task, batch_id=scheduled.batch_id, task_id=scheduled.task_id),
             sub_task.repeat_times,
             sub_task.run_id_base,
             submit.timeout_s,
             self._state.policy.keep_partial,
-            self.settings,
-            self._engine_for(submit.lane) if sub_task.group == RUNNER else None,
+            self._settings,
+            engine,
             submit.lane,
             # unique for ever: a key used again right after a cancel gives a cancelled future
             f"{self._prefix}-{sub_task.name}-{submit.attempt_id}",
         )
-
-    def _engine_for(self, lane: int) -> Optional[str]:
-        """The engine that a runner worker's lane samples from: lanes are spread over all."""
-        engines = sorted(w.name for w in self._state.workers if w.group == ROLLOUT and w.up)
-        return engines[lane % len(engines)] if engines else None
 
     def _cancel(self, attempt_ids: Sequence[int]) -> None:
         """Stop attempts; nothing is reported of them any more."""
@@ -201,34 +199,6 @@ class Executor:
         except (ValueError, RuntimeError, TimeoutError, OSError) as error:
             # it is gone already, or does not come back; its group goes on without it
             log.warning("runner %s was not restarted: %s", worker, error)
-
-    async def run_alone(self, spec: SubTaskSpec) -> tuple[AttemptOutcome, bytes]:
-        """One attempt in lane ``spec.lane``, outside of any batch; the lane counts as free.
-
-        ``spec`` has this executor's ``settings``; its engine and its key are filled in.
-
-        Raises:
-            ValueError: there is no such lane.
-            TimeoutError: no report after its time. Whatever kept the worker from running it.
-        """
-        lane = spec.lane
-        worker = next((w for w in self._state.workers if lane in w.lanes), None)
-        if worker is None or lane is None:
-            raise ValueError(
-                f"there is no lane {lane}; see SchedulerState.workers for those there are"
-            )
-        engine = self._engine_for(lane) if worker.group == RUNNER else None
-        key = f"{self._prefix}-alone-{uuid.uuid4().hex}"
-        future = self._client.submit(
-            run_subtask,
-            replace(spec, engine=engine, key=key),
-            key=key,
-            resources={slot_resource(worker.name): 1, worker.group: 1},
-            pure=False,
-        )
-        async with asyncio.timeout(spec.timeout_s + self._state.policy.attempt_slack_s):
-            payload = await future
-        return AttemptOutcome.of_payload(payload), payload
 
     # events: attempts -----------------------------------------------------------------
     async def _watch(self, attempt_id: int, future: Future) -> None:

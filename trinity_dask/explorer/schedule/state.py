@@ -290,7 +290,7 @@ class SchedulerState:
     @property
     def busy(self) -> int:
         """Lanes in use."""
-        return self.workers.busy
+        return sum(len(worker.running) for worker in self.workers)
 
     # starting -------------------------------------------------------------------------
     def _fill(self, now: float) -> list[Instruction]:

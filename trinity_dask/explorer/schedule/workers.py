@@ -113,11 +113,6 @@ class Workers:
     def __getitem__(self, name: str) -> Worker:
         return self._workers[name]
 
-    @property
-    def busy(self) -> int:
-        """Lanes in use."""
-        return sum(len(worker.running) for worker in self)
-
     def up(self, name: str, capacity: int, group: str) -> Worker:
         """A worker serves (again). What it ran before must have been given back."""
         if capacity < 1:
