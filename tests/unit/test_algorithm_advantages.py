@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trinity_dask.algorithm.advantages import ADVANTAGES, GRPOAdvantage, runs_in_trainer
+from trinity_dask.buffer.operators.operators import OPERATORS
 from trinity_dask.experience import EID, Experience
 
 REWARDS = st.lists(
@@ -330,3 +331,19 @@ def test_rec_balances_runs():
     assert sorted(float(row.advantages[0]) for row in rows) == pytest.approx(
         [-0.5, -0.5, 0, 0, 0, 0, 0.5]
     )
+
+
+def test_filters_and_pass_rates_count_runs():
+    """One right run of one experience and one wrong run of three: half of the task's runs."""
+    rows = turns([1.0, 0.0], [1, 3]) + turns([0.0, 0.0], [1, 2], task=1) + turns([1.0], [2], task=2)
+    rows[-1].reward = 0.0  # two experiences of one run are nothing to compare
+    for row in rows:
+        row.info["task_index"] = {"index": row.eid.task, "taskset_id": 0}
+    for name in ("reward_std_filter", "dapo_dynamic_sampling"):
+        kept, metrics = OPERATORS.get(name)().process(rows)
+        assert {row.eid.task for row in kept} == {0}, name
+    found = OPERATORS.get("reward_std_filter")().process(turns([1.0, 0.0], [1, 3]))[1]
+    assert found["origin_group_advantages/reward_mean/mean"] == 0.5
+    assert found["origin_group_advantages/reward_std/mean"] == 0.5
+    _, metrics = OPERATORS.get("pass_rate_calculator")().process(rows)
+    assert metrics["selector_metric"][0] == {"indices": [0, 1, 2], "values": [0.5, 0.0, 0.5]}

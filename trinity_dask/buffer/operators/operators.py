@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from trinity_dask.algorithm.advantages import group_by_task
+from trinity_dask.algorithm.advantages import Rewards, group_by_task
 from trinity_dask.buffer.operators.reward_operators import is_valid
 from trinity_dask.experience import RESPONSE_TRUNCATED, Experience
 from trinity_dask.registry import Registry
@@ -43,6 +43,12 @@ def _teaches(exp: Experience, outcome: float | None) -> bool:
     return is_valid(outcome) and bool(exp.action_mask is not None and exp.action_mask.any())
 
 
+def _of_runs(outcomes: Sequence[tuple[Experience, float | None]]) -> Rewards:
+    """The outcomes that have a say about their group, by run: each run counts once."""
+    counted = [(float(o), e.eid.rid) for e, o in outcomes if o is not None and _teaches(e, o)]
+    return Rewards([outcome for outcome, _ in counted], [run for _, run in counted])
+
+
 def _filtered(before: Sequence[Experience], kept: list[Experience]) -> Result:
     return kept, {"filtered_count": float(len(before) - len(kept))}
 
@@ -69,9 +75,9 @@ class InvalidRewardFilter:
 
 @OPERATORS.register_module("reward_std_filter")
 class RewardStdFilter:
-    """Drop the groups that teach nothing: one member, or population std <= ``threshold``.
+    """Drop the groups that teach nothing: one run, or population std <= ``threshold``.
 
-    Members without a valid reward, and those that are masked, do not count; a group is
+    Experiences without a valid reward, and those that are masked, do not count; a group is
     kept or dropped as a whole.
     """
 
@@ -80,27 +86,21 @@ class RewardStdFilter:
 
     def process(self, exps: list[Experience]) -> Result:
         groups = group_by_task(exps)
-        rewards = {
-            tid: [e.reward for e in group if e.reward is not None and _teaches(e, e.reward)]
-            for tid, group in groups.items()
-        }
-        kept = {tid for tid, values in rewards.items() if self._is_spread(values)}
+        rewards = {tid: _of_runs([(e, e.reward) for e in g]) for tid, g in groups.items()}
+        kept = {tid for tid, r in rewards.items() if not r.is_flat and r.std(0) > self.threshold}
         result, metrics = _filtered(exps, [e for e in exps if e.eid.tid in kept])
         metrics |= {"operator_filtered_count": metrics["filtered_count"]}
-        return result, metrics | _origin_metrics([v for v in rewards.values() if v])
-
-    def _is_spread(self, rewards: list[float]) -> bool:
-        # equal rewards are compared, not subtracted: a rounded mean must not make a spread
-        if len(rewards) < 2 or min(rewards) == max(rewards):
-            return False
-        return float(np.std(rewards)) > self.threshold
+        return result, metrics | _origin_metrics([r for r in rewards.values() if r.values])
 
 
-def _origin_metrics(rewards: list[list[float]]) -> dict[str, float]:
+def _origin_metrics(rewards: list[Rewards]) -> dict[str, float]:
     """Group statistics before the filter: they show what it removed."""
     metrics = {}
-    for name, statistic in (("reward_mean", np.mean), ("reward_std", np.std)):
-        values = [float(statistic(group)) for group in rewards]
+    of_groups = {
+        "reward_mean": [group.mean() for group in rewards],
+        "reward_std": [group.std(0) for group in rewards],
+    }
+    for name, values in of_groups.items():
         for summary, function in (("mean", np.mean), ("max", max), ("min", min)):
             if values:
                 key = f"origin_group_advantages/{name}/{summary}"
@@ -113,8 +113,9 @@ class DAPODynamicSampling:
     """Keep the groups with right and wrong answers (DAPO, arXiv 2503.14476, section 3.2).
 
     The outcome of a row is ``metrics[metric_key]``, or its reward where there is no such
-    metric; it is right when it exceeds ``correct_threshold``. Rows without an outcome and
-    masked ones do not count, and a group with fewer than two that count is dropped.
+    metric; a run is right when the mean of its rows' exceeds ``correct_threshold``. Rows
+    without an outcome and masked ones do not count, and a group with fewer than two runs that
+    count is dropped.
     ``dropped_all_correct`` and ``dropped_all_wrong`` count rows, as ``filtered_count`` does.
     """
 
@@ -135,7 +136,7 @@ class DAPODynamicSampling:
 
     def _outcomes(self, group: Sequence[Experience]) -> list[bool]:
         outcomes = [(e, e.metrics.get(self.metric_key, e.reward)) for e in group]
-        return [o > self.correct_threshold for e, o in outcomes if o is not None and _teaches(e, o)]
+        return [o > self.correct_threshold for o in _of_runs(outcomes).of_runs().values()]
 
 
 @OPERATORS.register_module("mask_response_truncated")

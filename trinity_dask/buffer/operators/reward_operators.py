@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from trinity_dask.algorithm.advantages import Rewards
 from trinity_dask.buffer.data.taskset_mix import SELECTOR_METRIC
 from trinity_dask.experience import Experience
 
@@ -117,20 +118,20 @@ class OverlongPenalty:
 
 
 class PassRateCalculator:
-    """Mean reward of every task, as feedback for the selectors of the tasksets.
+    """Mean reward of the runs of every task, as feedback for the selectors of the tasksets.
 
     ``selector_metric`` is ``{taskset_id: {"indices": [...], "values": [...]}}``. Put it
     before operators that drop or change rewards.
     """
 
     def process(self, exps: list[Experience]) -> Result:
-        rewards: dict[tuple[int, int], list[float]] = {}
+        rewards: dict[tuple[int, int], list[tuple[float, str]]] = {}
         for exp in exps:
             index = exp.info.get("task_index") or {}
             if "index" in index and exp.reward is not None and is_valid(exp.reward):
                 key = (int(index.get("taskset_id", 0)), int(index["index"]))
-                rewards.setdefault(key, []).append(exp.reward)
-        rates = {key: float(np.mean(values)) for key, values in rewards.items()}
+                rewards.setdefault(key, []).append((exp.reward, exp.eid.rid))
+        rates = {key: Rewards(*zip(*pairs, strict=True)).mean() for key, pairs in rewards.items()}
         metrics: dict[str, Any] = {SELECTOR_METRIC: _by_taskset(rates)}
         return exps, metrics | _selection_metrics(list(rates.values()))
 
