@@ -17,8 +17,8 @@ import pytest
 from distributed import Client
 
 from trinity_dask.cluster import RunCluster, call, open_cluster, start_actor
-from trinity_dask.cluster.dask_settings import SETTINGS
 from trinity_dask.cluster.runners import kill_runner, runner_addresses
+from trinity_dask.cluster.specs import SETTINGS
 from trinity_dask.config.schema import Config, GroupConfig
 from trinity_dask.experience import Experience
 from trinity_dask.experience.payload import decode

@@ -12,7 +12,8 @@ from trinity_dask.buffer.experience_buffer import ExperienceBuffer
 from trinity_dask.config.schema import Config
 from trinity_dask.launcher.job_lock import JobInUse, JobLock, claims_of, is_locked
 from trinity_dask.launcher.meeting import TRAINER, CannotJoin, Meeting, PeerLost
-from trinity_dask.launcher.peers import End, end_of
+from trinity_dask.launcher.stages import TrainStage
+from trinity_dask.launcher.status import End, StatusBoard, end_of
 from trinity_dask.sync.synchronizer import Synchronizer
 
 
@@ -40,6 +41,20 @@ def test_members_have_names_of_their_own_and_settings_in_common(tmp_path: Path) 
         other.synchronizer.sync_interval = 3
         with pytest.raises(CannotJoin, match="sync_interval=3 here, 1 there"):
             met.add(other, "explorer2")
+
+    asyncio.run(main())
+
+
+def test_a_stop_ends_the_wait_for_an_explorer_at_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        cfg = config(tmp_path, "train")
+        cfg.synchronizer.peer_timeout_s = 600.0
+        stage = TrainStage(cfg, StatusBoard(), "run")
+        wait = asyncio.ensure_future(stage._wait_explorer(meeting(tmp_path)))
+        await asyncio.sleep(0)
+        assert not wait.done()
+        await stage.stop()
+        await asyncio.wait_for(wait, 5.0)
 
     asyncio.run(main())
 

@@ -9,12 +9,14 @@ from typing import Any, Optional
 
 import pytest
 
+from trinity_dask.cluster.slots import slot_of
+from trinity_dask.cluster.specs import needed_workers, worker_options
 from trinity_dask.config.schema import Config, GroupConfig
 from trinity_dask.explorer.schedule.scheduler import Scheduler
 from trinity_dask.explorer.schedule.state import SchedulerState
 from trinity_dask.explorer.schedule.tasks import Counts
 from trinity_dask.launcher.specs import engine_specs, joining_spec
-from trinity_dask.launcher.stages.base import StageRunner
+from trinity_dask.launcher.stages import StageRunner
 from trinity_dask.workflows import Task
 
 
@@ -22,8 +24,9 @@ class Started(Exception):
     """The scheduler is made; there is no cluster to start it in."""
 
 
+@pytest.mark.parametrize(("runners", "busy"), [(0, 2), (1, 5), (2, 6)])
 def test_the_lanes_of_runner_workers_come_on_top_of_those_of_engines(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runners: int, busy: int
 ) -> None:
     found: list[SchedulerState] = []
 
@@ -34,7 +37,7 @@ def test_the_lanes_of_runner_workers_come_on_top_of_those_of_engines(
     monkeypatch.setattr(Scheduler, "start", start)
     cfg = Config(mode="bench", checkpoint_root_dir=str(tmp_path))
     cfg.cluster.rollout = GroupConfig(n_workers=1, nthreads=2)
-    cfg.cluster.runner = GroupConfig(n_workers=1, nthreads=3)
+    cfg.cluster.runner = GroupConfig(n_workers=runners, nthreads=3)
     board: Optional[Any] = None
 
     async def main() -> None:
@@ -46,11 +49,13 @@ def test_the_lanes_of_runner_workers_come_on_top_of_those_of_engines(
     with pytest.raises(Started):
         asyncio.run(main())
     (state,) = found
-    state.worker_up("engine-0", 2, 0.0, "rollout")
-    state.worker_up("runner-0", 3, 0.0, "runner")
+    for group, count in needed_workers(cfg).items():  # the workers that such a cluster has
+        for index in range(count if group != "control" else 0):
+            resources = worker_options(cfg, group, index, str(tmp_path))["resources"]
+            state.worker_up(slot_of(group, index), int(resources[group]), 0.0, group)
     state.schedule(1, [Task("beside") for _ in range(4)], 0.0, lambda task: "rollout")
     state.schedule(2, [Task("blocking") for _ in range(4)], 0.0, lambda task: "runner")
-    assert state.busy == 5
+    assert state.busy == busy
     assert state.batches[1].counts == Counts(scheduled=4)
 
 

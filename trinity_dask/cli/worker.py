@@ -23,7 +23,7 @@ def main(args: Sequence[str]) -> int:
         raise ConfigError(f"--index={flags.index} must be 0 or more: it numbers the group's slots")
     config = to_config(compose_tree(flags.overrides, config_dir=flags.config_dir))
     config.stages = []  # a worker's slots do not depend on the stage
-    from trinity_dask.cluster.errors import ClusterError
+    from trinity_dask.cluster.specs import ClusterError
     from trinity_dask.cluster.worker_cli import run_worker
 
     try:

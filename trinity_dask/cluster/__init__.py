@@ -11,8 +11,8 @@ from trinity_dask.cluster.actors import (
 )
 from trinity_dask.cluster.build import RunCluster, open_cluster
 from trinity_dask.cluster.context import current_worker, worker_client
-from trinity_dask.cluster.errors import ClusterError
 from trinity_dask.cluster.rpc import ActorHandle, ActorLost, call, local_actor, rpc
+from trinity_dask.cluster.specs import ClusterError
 
 __all__ = [
     "ActorHandle",

@@ -16,11 +16,10 @@ from types import TracebackType
 from distributed import Client
 
 from trinity_dask.cluster import claims, plugins
-from trinity_dask.cluster.errors import ClusterError
 from trinity_dask.cluster.local import LocalGroups
 from trinity_dask.cluster.placement import scheduler_of
 from trinity_dask.cluster.slots import ROLLOUT, RUNNER
-from trinity_dask.cluster.specs import needed_workers
+from trinity_dask.cluster.specs import ClusterError, needed_workers
 from trinity_dask.config.schema import Config
 
 logger = logging.getLogger(__name__)

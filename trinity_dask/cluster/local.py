@@ -22,10 +22,15 @@ import psutil
 from distributed import Scheduler, SpecCluster
 from distributed.utils import LoopRunner, sync
 
-from trinity_dask.cluster.dask_settings import SETTINGS
-from trinity_dask.cluster.errors import ClusterError
 from trinity_dask.cluster.logs import driver_log
-from trinity_dask.cluster.specs import GroupNanny, log_dir, needed_workers, worker_options
+from trinity_dask.cluster.specs import (
+    SETTINGS,
+    ClusterError,
+    GroupNanny,
+    log_dir,
+    needed_workers,
+    worker_options,
+)
 from trinity_dask.config.schema import ClusterConfig, Config
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,8 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+from trinity_dask.cluster.guard import LOG_FORMAT
+
 DRIVER_LOG = "driver.log"
 
 
@@ -50,5 +51,5 @@ def _dask_loggers() -> list[logging.Logger]:
 def _file_handler(directory: Path) -> logging.Handler:
     directory.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(directory / DRIVER_LOG)
-    handler.setFormatter(logging.Formatter(FORMAT))
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
     return handler

@@ -2,8 +2,10 @@
 
 Invariant: user code that holds the main thread's event loop beyond its deadline is
 interrupted, nothing else ever is; the interruption is raised inside the user's frames, never
-in those of Dask or of the engine. Watching needs no cooperation of the loop: a thread looks
-whether the loop still beats.
+in those of Dask or of the engine. User code cannot have SIGALRM, whose handler would run in the
+middle of anything, and a stray alarm does no harm. A worker answers :data:`OP` from its event
+loop; no answer in time means that the loop is held up. Watching needs no cooperation of the
+loop: a thread looks whether the loop still beats.
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Optional
+
+from distributed import Scheduler, Worker, WorkerPlugin
 
 log = logging.getLogger("trinity_dask.loop")
 
@@ -190,3 +194,85 @@ class LoopWatch:
 
 def _late(code: UserCode, blocked_s: float, now: float) -> bool:
     return blocked_s > MAX_BLOCK_S or (code.deadline is not None and now > code.deadline)
+
+
+# SIGALRM --------------------------------------------------------------------------------
+REFUSED = (
+    "SIGALRM cannot be used in a workflow or reward: its handler would be run in the middle of "
+    "other work of this worker's event loop. Every run and every reward has a deadline already "
+    "(explorer.max_timeout_s, workflow_args.reward_timeout_s); for a limit of your own use "
+    "asyncio.timeout, or a process; math_verify is safe behind trinity_dask.rewards.math:math_equal"
+)
+
+_original: Any = None
+
+
+class AlarmRefused(RuntimeError):
+    """User code on the event loop asked for SIGALRM."""
+
+
+def guard_alarms() -> None:
+    """Guard this process. In its main thread; a second call changes nothing."""
+    global _original
+    if _original is not None or threading.current_thread() is not threading.main_thread():
+        return
+    _original = signal.signal
+    signal.signal(signal.SIGALRM, _stray)
+    signal.signal = _guarded  # type: ignore[assignment]
+
+
+def release_alarms() -> None:
+    """Give the process its own :func:`signal.signal` back."""
+    global _original
+    if _original is not None:
+        signal.signal, _original = _original, None
+
+
+def _guarded(number: int, handler: Any) -> Any:
+    if number == signal.SIGALRM and in_user_code():
+        raise AlarmRefused(REFUSED)
+    return _original(number, handler)
+
+
+def _stray(number: int, frame: Optional[FrameType]) -> None:
+    log.warning("an alarm (SIGALRM) that user code in a thread had set has no effect here")
+
+
+# the watch of a worker ------------------------------------------------------------------
+OP = "trinity_watch"
+
+_reports: dict[str, Callable[[], Any]] = {}
+
+
+def add_report(name: str, report: Callable[[], Any]) -> None:
+    """Have this process's answers contain ``report()`` under ``name``."""
+    _reports[name] = report
+
+
+class WatchLoop(WorkerPlugin):
+    """Starts a :class:`LoopWatch` in the worker and answers :data:`OP`."""
+
+    name = "trinity-watch"
+    idempotent = True
+
+    def setup(self, worker: Worker) -> None:
+        self.watch = LoopWatch(str(worker.name))
+        self.watch.start()
+        if worker.nanny or not Scheduler._instances:  # the process is the worker's own
+            guard_alarms()
+        worker.handlers[OP] = self.report
+
+    def teardown(self, worker: Worker) -> None:
+        self.watch.stop()
+        release_alarms()
+        worker.handlers.pop(OP, None)
+
+    async def report(self, window_s: float, full: bool) -> dict[str, Any]:
+        """The longest delay of the loop in the last ``window_s`` seconds; ``full``: all else."""
+        found: dict[str, Any] = {"loop_lag_s": self.watch.max_lag_s(window_s)}
+        for name, report in _reports.items() if full else ():
+            try:
+                found[name] = report()
+            except Exception:
+                log.exception("the report %r of %s failed", name, self.watch.name)
+        return found

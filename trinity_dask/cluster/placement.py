@@ -1,4 +1,4 @@
-"""What the scheduler knows about slots and the actors in them.
+"""What the scheduler knows of workers, slots and the actors in them, and announces of them.
 
 Invariant: every wait here ends at its deadline, with a message that says what is missing.
 """
@@ -6,7 +6,9 @@ Invariant: every wait here ends at its deadline, with a message that says what i
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from distributed import Client, Future
 
@@ -91,3 +93,36 @@ async def _holder(client: Client, future: Future) -> str:
         if holders.get(future.key):
             return holders[future.key][0]
         await asyncio.sleep(POLL_S)
+
+
+TOPIC = "all"  # where the Dask scheduler announces workers that come and go
+
+Listener = Callable[[dict[str, Any]], None]
+_listeners: WeakKeyDictionary[Client, set[Listener]] = WeakKeyDictionary()
+
+
+def listen(client: Client, listener: Listener) -> Callable[[], None]:
+    """Have every announcement (``action``: ``add-worker``, ``remove-worker`` and others;
+    ``worker``: its address); returns what ends it.
+
+    Every listener of a client hears them, although Dask keeps one handler for each client.
+    """
+    known = _listeners.get(client)
+    if known is None:
+        listeners = known = _listeners[client] = set()
+
+        def forward(event: tuple[float, Any]) -> None:
+            for each in list(listeners):
+                if isinstance(event[1], dict):
+                    each(event[1])
+
+        client.subscribe_topic(TOPIC, forward)
+    known.add(listener)
+
+    def end() -> None:
+        known.discard(listener)
+        if not known and _listeners.pop(client, None) is not None:
+            # or the scheduler announces the client's own departure to it
+            client.unsubscribe_topic(TOPIC)
+
+    return end

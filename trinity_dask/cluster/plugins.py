@@ -14,7 +14,7 @@ from distributed.core import Status
 
 from trinity_dask.cluster.context import forget_worker
 from trinity_dask.cluster.guard import end_children, guard_worker
-from trinity_dask.cluster.watch_plugin import WatchLoop
+from trinity_dask.cluster.loop_watch import WatchLoop
 
 
 class CancelRunning(WorkerPlugin):

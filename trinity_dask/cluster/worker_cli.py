@@ -17,9 +17,7 @@ from typing import Any
 import dask
 from distributed.utils import LoopRunner, sync
 
-from trinity_dask.cluster.dask_settings import SETTINGS
-from trinity_dask.cluster.errors import ClusterError
-from trinity_dask.cluster.specs import GroupNanny, worker_options
+from trinity_dask.cluster.specs import SETTINGS, ClusterError, GroupNanny, worker_options
 from trinity_dask.config.schema import Config
 
 logger = logging.getLogger(__name__)

@@ -18,8 +18,7 @@ from trinity_dask.compat.synchronizer import Synchronizer
 from trinity_dask.config.schema import Config
 from trinity_dask.explorer.engine_weights import EngineWeights
 from trinity_dask.explorer.loop import ExploreLoop
-from trinity_dask.launcher.stages import STAGES
-from trinity_dask.launcher.stages.base import StageRunner
+from trinity_dask.launcher.stages import STAGES, StageRunner
 from trinity_dask.launcher.status import StatusBoard
 
 

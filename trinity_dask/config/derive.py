@@ -74,8 +74,7 @@ def _lengths(model: ModelConfig) -> None:
 def _explorer(config: Config) -> None:
     explorer = config.explorer
     if explorer.batch_timeout_s is None:
-        attempts = explorer.max_retry_times + 1
-        explorer.batch_timeout_s = attempts * explorer.max_timeout_s + 60.0
+        explorer.batch_timeout_s = explorer.longest_batch_s
     if explorer.rollout_model.dtype is None:
         explorer.rollout_model.dtype = config.model.dtype
     if config.algorithm.repeat_times is None:

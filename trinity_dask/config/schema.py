@@ -341,6 +341,11 @@ class ExplorerConfig:
     eval_at_end: bool = True  # evaluate the last weights
     bench_on_latest_checkpoint: bool = False  # bench: the newest checkpoint only
 
+    @property
+    def longest_batch_s(self) -> float:
+        """What a batch takes at most where ``batch_timeout_s`` does not say it."""
+        return (self.max_retry_times + 1) * self.max_timeout_s + 60.0
+
 
 @dataclass
 class ParallelConfig:

@@ -25,9 +25,8 @@ from trinity_dask.cluster.actors import (
     recreate_actor,
     release_actor,
 )
-from trinity_dask.cluster.announcements import listen
 from trinity_dask.cluster.context import worker_client
-from trinity_dask.cluster.placement import slot_labels
+from trinity_dask.cluster.placement import listen, slot_labels
 from trinity_dask.cluster.rpc import ActorHandle, ActorLost, rpc
 from trinity_dask.models.actor.actor import EngineActor
 from trinity_dask.models.protocol import EngineSpec

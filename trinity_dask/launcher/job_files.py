@@ -1,6 +1,6 @@
-"""What a job directory says before anything is started: finished, or still to run.
+"""The files of a job: where its configuration is, which stage is reached, whether it is finished.
 
-Invariant: read only. A finished job is only taken for the wanted one when it was run with
+Invariant: a finished job is only taken for the wanted one when it was run with
 the wanted configuration.
 """
 
@@ -17,6 +17,17 @@ from trinity_dask.config.job_dir import is_finished, stage_file
 # may differ between two runs of the same job: where it runs, what it shows, where a stage
 # takes its start model from
 _FREE = ("cluster.", "monitor.", "continue_from_checkpoint", "rerun_finished", "model.model_path")
+
+
+def config_file(cfg: Config) -> Path:
+    """Where the resolved configuration of a run is kept: an explorer that joins a job, and a
+    benchmark of it, do not write over the job's own."""
+    directory = Path(str(cfg.job_dir))
+    if cfg.mode == "bench":
+        return directory / "benchmark_config.yaml"
+    if cfg.mode == "explore":
+        return directory / f"{cfg.explorer.name}_config.yaml"
+    return directory / "config.yaml"
 
 
 def finished_message(job_dir: str, stages: list[Config]) -> str | None:
@@ -57,8 +68,7 @@ def _require_checkpoints(job_dir: str, stages: list[Config]) -> None:
 
 
 def _changed(stage: Config) -> Iterator[str]:
-    name = f"{stage.explorer.name}_config.yaml" if stage.mode == "explore" else "config.yaml"
-    saved = Path(str(stage.job_dir)) / name
+    saved = config_file(stage)
     if not saved.is_file():
         return
     before, now = (dict(_flat(asdict(c))) for c in (from_yaml(saved), stage))

@@ -16,14 +16,13 @@ from trinity_dask.config import job_dir, modes
 from trinity_dask.config.schema import Config
 from trinity_dask.files import read_json, write_json
 from trinity_dask.launcher.job_lock import JobLock, claims_of
-from trinity_dask.launcher.peers import describe
-from trinity_dask.launcher.status import FINAL_STATES, StatusBoard
+from trinity_dask.launcher.status import FINAL_STATES, StatusBoard, describe
 from trinity_dask.launcher.warm_up import WarmUp
 from trinity_dask.monitor.curves import write_curves
 from trinity_dask.registry import load_object
 
 if TYPE_CHECKING:
-    from trinity_dask.launcher.stages.base import StageRunner
+    from trinity_dask.launcher.stages import StageRunner
 
 log = logging.getLogger("trinity_dask.launcher")
 

@@ -11,16 +11,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Optional
 
+from trinity_dask.aio import Changes
 from trinity_dask.buffer.experience_buffer import ExperienceBuffer
 from trinity_dask.cluster.actors import ActorRef, create_actor, release_actor
 from trinity_dask.cluster.rpc import local_actor
 from trinity_dask.cluster.slots import CONTROL
 from trinity_dask.config.schema import Config
-from trinity_dask.launcher.peers import End
+from trinity_dask.launcher.status import End
 from trinity_dask.sync.synchronizer import Synchronizer
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class Meeting:
         self._writing: set[str] = set()
         self._present: set[str] = set()
         self._started = {TRAINER}
-        self._changed = asyncio.Condition()
+        self._changes = Changes()
 
     @classmethod
     async def open(cls, cfg: Config, run_id: str) -> Meeting:
@@ -161,7 +161,7 @@ class Meeting:
             await self.synchronizer.close()
             for ref in self._refs:
                 await release_actor(ref)
-        await self._notify()
+        self._changes.notify()
 
     def started(self, member: str) -> None:
         """``member`` explores; from now on its end matters to the others."""
@@ -170,7 +170,7 @@ class Meeting:
     async def ended(self, member: str, end: End) -> None:
         """``member`` has ended its work (the first word counts); it may still answer calls."""
         self.members[member] = self.members.get(member) or end
-        await self._notify()
+        self._changes.notify()
 
     async def writes_end(self, member: str) -> None:
         """``member`` commits no more. After the last explorer the buffer is closed."""
@@ -192,7 +192,7 @@ class Meeting:
     # waiting --------------------------------------------------------------------------
     async def trainer_is_ready(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        await self._notify()
+        self._changes.notify()
 
     async def wait_trainer(self, timeout_s: float) -> Trainer:
         """The prepared trainer.
@@ -257,20 +257,8 @@ class Meeting:
         timeout_s: Optional[float] = None,
         message: str = "",
     ) -> None:
-        clock = asyncio.get_running_loop().time
-        deadline = None if timeout_s is None else clock() + timeout_s
-        async with self._changed:
-            while not ready():
-                if deadline is not None and clock() >= deadline:
-                    raise PeerLost(message)
-                with suppress(TimeoutError):
-                    until = clock() + RECHECK_S
-                    async with asyncio.timeout_at(min(until, deadline or until)):
-                        await self._changed.wait()
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+        if not await self._changes.until(ready, timeout_s, RECHECK_S):
+            raise PeerLost(message)
 
 
 def shared_settings(cfg: Config) -> Iterator[tuple[str, Any]]:

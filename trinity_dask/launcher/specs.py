@@ -60,14 +60,3 @@ def stage_model_path(cfg: Config, previous: Optional[Config]) -> str:
         path = str(export)
     check_model_dir(path)
     return path
-
-
-def config_file(cfg: Config) -> Path:
-    """Where the resolved configuration of a run is kept: an explorer that joins a job, and a
-    benchmark of it, do not write over the job's own."""
-    directory = Path(str(cfg.job_dir))
-    if cfg.mode == "bench":
-        return directory / "benchmark_config.yaml"
-    if cfg.mode == "explore":
-        return directory / f"{cfg.explorer.name}_config.yaml"
-    return directory / "config.yaml"

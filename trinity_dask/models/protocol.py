@@ -16,6 +16,8 @@ from typing import Any, Optional, Protocol
 
 import numpy as np
 
+from trinity_dask.config.schema import SynchronizerConfig
+
 FINISH_STOP = "stop"  # the model ended the answer
 FINISH_LENGTH = "length"  # cut at max_tokens or at the model length: truncated
 
@@ -171,7 +173,7 @@ class EngineSpec:
     model: dict[str, Any] = field(default_factory=dict)  # ModelConfig as a dict
     device: str = "cpu"
     in_flight: str = "keep"  # what an update does to running requests: keep | wait | abort
-    in_flight_timeout_s: float = 60.0  # wait: for how long
+    in_flight_timeout_s: float = SynchronizerConfig.in_flight_timeout_s  # wait: for how long
 
 
 def checked(

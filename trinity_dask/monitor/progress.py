@@ -19,7 +19,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-MODES = ("auto", "live", "plain", "off")
+from trinity_dask.config.fields import choices_of
+from trinity_dask.config.schema import MonitorConfig
+
+MODES = choices_of(MonitorConfig, "progress")
 STYLES = {"failed": "bold red", "interrupted": "yellow", "done": "bold green"}
 Status = Mapping[str, Any]
 RUNNERS_SHOWN = 8

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from trinity_dask.cluster.actors import ActorRef, start_actor, stop_actor
 from trinity_dask.cluster.build import RunCluster, open_cluster
-from trinity_dask.cluster.errors import ClusterError
 from trinity_dask.cluster.rpc import ActorHandle, ActorLost, call
 from trinity_dask.cluster.slots import CONTROL
+from trinity_dask.cluster.specs import ClusterError
 from trinity_dask.config import Config, resolve, split_stages, validate
 from trinity_dask.launcher.job_files import finished_message
 from trinity_dask.launcher.job_lock import claims_of, wait_unlocked

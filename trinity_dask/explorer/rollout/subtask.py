@@ -19,10 +19,9 @@ from typing import Any, Optional
 
 import numpy as np
 
-from trinity_dask.cluster.context import current_worker
-from trinity_dask.cluster.settled import settle
+from trinity_dask.cluster.context import current_worker, freeze_loaded
+from trinity_dask.cluster.loop_watch import add_report
 from trinity_dask.cluster.slots import ROLLOUT, RUNNER, own_engine_slots
-from trinity_dask.cluster.watch_plugin import add_report
 from trinity_dask.config.schema import Config
 from trinity_dask.experience import Experience
 from trinity_dask.experience.payload import encode
@@ -140,7 +139,7 @@ async def warm_up(settings: RunnerSettings) -> None:
         await asyncio.to_thread(_prepare, settings)
         # the first conversion has pyarrow import pandas: not on the event loop, then
         await asyncio.to_thread(encode, [Experience(np.arange(2))], {})
-        settle()
+        freeze_loaded()
     except (LoadError, ValueError) as error:
         log.warning("%s cannot be made ready: %s", _worker_name(), error)
 

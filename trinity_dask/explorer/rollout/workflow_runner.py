@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Optional
 
 from trinity_dask.cluster.loop_watch import Interrupted, current_watch, no_exit, user_task
+from trinity_dask.config.fields import choices_of
+from trinity_dask.config.schema import ExplorerConfig
 from trinity_dask.experience import Experience
 from trinity_dask.experience.payload import encode
 from trinity_dask.explorer.metrics import TIME_RUN, reduce_metrics
@@ -37,7 +39,7 @@ from trinity_dask.rewards import REWARD_FUNCTIONS
 from trinity_dask.workflows import WORKFLOWS, PartialGroupError, Task, Workflow
 from trinity_dask.workflows.threads import abandoned_threads, run_in_thread
 
-CONCURRENT_MODES = ("sequential", "asynchronous", "multi-threading")
+CONCURRENT_MODES = choices_of(ExplorerConfig, "concurrent_mode")
 MAX_IDLE_INSTANCES = 64
 MISSING_RUN = "MissingRun"
 BASELINE = "reward_baseline"

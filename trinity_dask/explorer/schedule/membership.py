@@ -20,9 +20,8 @@ from typing import Any, Optional
 from distributed import Client
 
 from trinity_dask.aio import Background, ended
-from trinity_dask.cluster.announcements import listen
 from trinity_dask.cluster.context import current_worker
-from trinity_dask.cluster.placement import scheduler_of
+from trinity_dask.cluster.placement import listen, scheduler_of
 from trinity_dask.cluster.slots import PREFIX, ROLLOUT, RUNNER, slot_resource
 from trinity_dask.explorer.rollout.subtask import RunnerSettings, warm_up
 from trinity_dask.models.actor.actor import ready_engine

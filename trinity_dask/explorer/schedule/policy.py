@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Optional
 
-from trinity_dask.config.schema import ExplorerConfig
+from trinity_dask.config.fields import choices_of
+from trinity_dask.config.schema import ExplorerConfig, OverRolloutConfig
 from trinity_dask.explorer.schedule.tasks import AttemptOutcome, BatchId, SubTask
 
-KEEP, REPLACE, DROP = "keep", "replace", "drop"
+KEEP, REPLACE, DROP = choices_of(ExplorerConfig, "partial_group")
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class SchedulePolicy:
     """
 
     max_attempts: int = 3
-    attempt_timeout_s: float = 1800.0
+    attempt_timeout_s: float = ExplorerConfig.max_timeout_s
     attempt_slack_s: float = 10.0
     fetch_timeout_s: float = 90.0  # from the end of an attempt until its payload is here
     batch_timeout_s: float = 5460.0
@@ -33,7 +34,7 @@ class SchedulePolicy:
     max_repeat_times_per_runner: Optional[int] = None
     partial_group: str = KEEP
     return_partial_tasks: bool = True
-    wait_after_min_s: float = 30.0
+    wait_after_min_s: float = OverRolloutConfig.wait_after_min_s
     dynamic_ratio: Optional[float] = None
     warmup_min_steps: int = 1
 
@@ -44,7 +45,7 @@ class SchedulePolicy:
         return cls(
             max_attempts=attempts,
             attempt_timeout_s=cfg.max_timeout_s,
-            batch_timeout_s=cfg.batch_timeout_s or attempts * cfg.max_timeout_s + 60.0,
+            batch_timeout_s=cfg.batch_timeout_s or cfg.longest_batch_s,
             max_repeat_times_per_runner=cfg.max_repeat_times_per_runner,
             partial_group=cfg.partial_group,
             return_partial_tasks=cfg.over_rollout.return_partial_tasks,

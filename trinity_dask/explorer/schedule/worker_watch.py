@@ -16,10 +16,9 @@ from typing import Any, Optional
 from distributed import Client
 
 from trinity_dask.aio import ended
-from trinity_dask.cluster.loop_watch import WARN_S
+from trinity_dask.cluster.loop_watch import OP, WARN_S
 from trinity_dask.cluster.placement import scheduler_of
 from trinity_dask.cluster.rpc import ActorHandle, ActorLost, exchange
-from trinity_dask.cluster.watch_plugin import OP
 
 log = logging.getLogger("trinity_dask.watch")
 

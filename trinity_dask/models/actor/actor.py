@@ -26,6 +26,8 @@ from distributed import Worker, WorkerPlugin
 
 from trinity_dask.aio import Changes
 from trinity_dask.cluster.context import current_worker
+from trinity_dask.config.fields import choices_of
+from trinity_dask.config.schema import RolloutModelConfig, SynchronizerConfig
 from trinity_dask.models.actor.remote import serve_engine
 from trinity_dask.models.protocol import (
     Completion,
@@ -38,7 +40,7 @@ from trinity_dask.models.protocol import (
     WeightUpdate,
 )
 
-ENGINE_TYPES = ("vllm", "torch", "fake")
+ENGINE_TYPES = choices_of(RolloutModelConfig, "engine_type")
 CLOSE_TIMEOUT_S = 15.0
 EXIT_ENGINE_DEAD = 70
 
@@ -140,7 +142,7 @@ def _ending_worker() -> Iterator[None]:
         raise
 
 
-KEEP, WAIT, ABORT = "keep", "wait", "abort"
+KEEP, WAIT, ABORT = choices_of(SynchronizerConfig, "in_flight")
 SETTLE_S = 10.0  # how long an engine may take to let go of what was cancelled
 
 

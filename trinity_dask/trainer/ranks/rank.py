@@ -26,8 +26,8 @@ import torch
 from trinity_dask.aio import ended
 from trinity_dask.algorithm.table import AlgorithmSpec, resolve_algorithm
 from trinity_dask.buffer.store.row_index import group_codes
+from trinity_dask.cluster.context import freeze_loaded
 from trinity_dask.cluster.rpc import ActorHandle, ActorLost, rpc
-from trinity_dask.cluster.settled import settle
 from trinity_dask.config.schema import Config
 from trinity_dask.experience.collate import collate
 from trinity_dask.models.protocol import (
@@ -227,7 +227,7 @@ class TrainerRank:
         pad = getattr(model.config, "pad_token_id", None)
         peak = peak_tflops(self.cfg.trainer.peak_tflops, self.device, engine.policy.autocast)
         meter = Meter(model_flops(model), peak, whole=self.cfg.model.lora.rank == 0)
-        settle()
+        freeze_loaded()
         self._loaded = _Loaded(engine, model_path, 0 if pad is None else int(pad), meter, group)
         return {
             "parameters": sum(p.numel() for p in model.parameters()),
