@@ -11,7 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Optional
 
@@ -372,7 +372,7 @@ def _wrapper(task: ScheduledTask) -> TaskWrapper:
     outcomes = [sub.outcome for sub in subs if sub.outcome is not None]
     errors = [str(error) for outcome in outcomes for error in outcome.errors]
     return TaskWrapper(
-        task.task,
+        replace(task.task, batch_id=task.batch_id, task_id=task.task_id),
         task.batch_id,
         len(subs),
         sum(sub.finished for sub in subs),
