@@ -107,7 +107,6 @@ def test_a_range_is_written_as_a_reader_would():
         ("algorithm__optimizer__betas", [0.9, 1.0], "algorithm.optimizer.betas=[0.9, 1.0]"),
         ("algorithm__optimizer__lr", math.nan, "algorithm.optimizer.lr=nan"),
         ("algorithm__algorithm_type", "grop", "did you mean 'grpo'?"),
-        ("explorer__rollout_model__engine_type", "torhc", "did you mean 'torch'?"),
         ("synchronizer__sync_style", "fully_synced", "did you mean 'fully_async'?"),
         ("cluster__scheduler_port", 70000, ">= 0 and <= 65535"),
         ("seed", -1, "seed=-1 is out of range"),

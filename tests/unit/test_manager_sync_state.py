@@ -84,7 +84,7 @@ class World:
         e.offered = version
         e.needs_trainer = version > self.state.published
         self.state.sending += e.needs_trainer
-        self.state.load_started(e.name, version)
+        self.state.explorers[e.name].loading = version
 
     def watch(self, e):
         free = self.state.style == "fully_async" and e.phase == "exploring" and not e.watching
@@ -367,7 +367,7 @@ def test_the_pull_rule(current: int, published: int, transfer: int | None, then:
     state.version_published(published)
     assert state.offer("e") == transfer
     if transfer is not None:
-        state.load_started("e", transfer)
+        state.explorers["e"].loading = transfer
         state.load_ended("e", transfer)
     assert max(state.explorers["e"].version, 0) == then
 

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from models_support import engine_spec, run
 
+from trinity_dask.config import Config, ConfigError, resolve
 from trinity_dask.models.actor.actor import EngineActor, build_engine, local_engine
 from trinity_dask.models.protocol import SamplingParams, WeightUpdate
+from trinity_dask.run.names import check_names
 from trinity_dask.weights.files import write_safetensors
 
 
@@ -92,7 +94,7 @@ def test_using_an_unprepared_or_closed_actor_is_an_error():
 
 
 def test_unknown_engine_type_names_the_known_ones():
-    with pytest.raises(ValueError, match="vllm, torch, fake"):
+    with pytest.raises(ValueError, match="unknown engine_type 'tensorrt'"):
         build_engine(engine_spec("", "tensorrt"))
 
 
@@ -133,3 +135,56 @@ def test_engine_results_are_arrays_of_the_protocol():
         await engine.close()
 
     run(main())
+
+
+OWN_ENGINE = """
+from dataclasses import replace
+
+import numpy as np
+
+from trinity_dask.models import ENGINES
+from trinity_dask.models.fake_engine import FakeEngine
+
+
+@ENGINES.register_module("NAME")
+class EchoEngine(FakeEngine):
+    async def generate(self, prompt_token_ids, sampling, request_id):
+        answers = await super().generate(prompt_token_ids, sampling, request_id)
+        n = len(prompt_token_ids)
+        said = np.asarray(prompt_token_ids, dtype=np.int32)
+        return [
+            replace(a, token_ids=said, logprobs=np.zeros(n, np.float32), versions=said * 0)
+            for a in answers
+        ]
+"""
+
+
+@pytest.mark.parametrize("by_path", [True, False])
+def test_a_user_s_engine_serves_by_its_path_and_by_its_plugin_s_name(tmp_path, by_path):
+    file = tmp_path / "own_engine.py"
+    name = f"{file}:EchoEngine" if by_path else "echo"
+    file.write_text(OWN_ENGINE.replace("NAME", "another" if by_path else name))
+    spec = engine_spec("", name)
+    spec.plugin_dirs = () if by_path else (str(tmp_path),)
+
+    async def main():
+        engine = EngineActor(spec)
+        facts = await engine.prepare()
+        await engine.open()
+        (completion,) = await engine.generate([5, 6, 7], SamplingParams(max_tokens=4), "r")
+        await engine.close()
+        return facts, completion.token_ids.tolist()
+
+    facts, tokens = run(main())
+    assert facts["engine"] == spec.engine_type
+    assert tokens == [5, 6, 7]
+
+
+def test_a_misspelt_engine_is_refused_before_anything_starts():
+    config = Config()
+    config.model.model_path = "m"
+    config.buffer.explorer_input.taskset.path = "tasks.jsonl"
+    config.buffer.explorer_input.taskset.reward_fn = "math_reward"
+    config.explorer.rollout_model.engine_type = "torhc"
+    with pytest.raises(ConfigError, match=r"rollout_model\.engine_type: .*did you mean 'torch'"):
+        check_names(resolve(config))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from trinity_dask.models.vllm.cpu_loader import CpuLoader, Place, Target, side_by_side
+from trinity_dask.models.vllm.cpu_loader import CpuLoader, Target, side_by_side
 from trinity_dask.weights.checksum import checksum
 
 
@@ -44,10 +44,10 @@ class Model:
             "e": Target(self.e, "weight", (4, 2), torch.float32, False),
         }
         places = {
-            "e": Place(targets["e"], 0),
-            "a": Place(targets["fused"], 0),
-            "b": Place(targets["fused"], 3),
-            "c": Place(targets["c"], 0),
+            "e": (targets["e"], 0),
+            "a": (targets["fused"], 0),
+            "b": (targets["fused"], 3),
+            "c": (targets["c"], 0),
         }
         self.loader = CpuLoader(places, {(name, "weight"): t for name, t in targets.items()})
 

@@ -268,8 +268,8 @@ def test_fault_16_no_policy_lets_a_running_request_use_cached_keys(served, tmp_p
     """Each token has the log-prob that its version's weights give it, prefix cache on."""
     long_prompt = (PROMPT * 5)[:32]
     served.generate(long_prompt)  # so that its keys are in the cache
-    served.actor._in_flight.policy = policy
-    old, counted = served.actor.model_version, served.actor._in_flight.aborted
+    served.actor._requests.policy = policy
+    old, counted = served.actor.model_version, served.actor._requests.aborted
 
     async def update_while_sampling():
         params = SamplingParams(n=4, max_tokens=30)
@@ -282,8 +282,8 @@ def test_fault_16_no_policy_lets_a_running_request_use_cached_keys(served, tmp_p
 
     before, version = served.model, next(versions)
     served.model, completions = served.run(update_while_sampling())
-    served.actor._in_flight.policy = "keep"
-    assert served.actor._in_flight.aborted - counted == (policy == "abort")
+    served.actor._requests.policy = "keep"
+    assert served.actor._requests.aborted - counted == (policy == "abort")
     allowed = {"keep": {old, version}, "wait": {old}, "abort": {version}}[policy]
     for completion in completions:
         assert set(completion.versions) <= allowed

@@ -261,8 +261,9 @@ class ClusterConfig:
 class RolloutModelConfig:
     """The engine that samples. One engine per rollout worker."""
 
-    # vLLM, the embedded sampler, or made-up answers for tests
-    engine_type: str = setting("vllm", choices=("vllm", "torch", "fake"))
+    # vllm, torch (the embedded sampler), fake (made-up answers for tests), or your own: a
+    # registered name or a path ("engine.py:MyEngine")
+    engine_type: str = "vllm"
     seed: int = setting(42, ge=0, le=MAX_SEED)  # of the sampler
     dtype: Optional[str] = setting(None, choices=DTYPES)  # None = model.dtype
     tensor_parallel_size: int = setting(1, ge=1)  # GPUs that share one engine (vllm)

@@ -164,12 +164,11 @@ class EnginePool:
     def members(self, slots: list[str] | None = None) -> tuple[Member, ...]:
         """The group members of ``slots`` (default: every engine that takes part)."""
         chosen = self.slots() if slots is None else slots
-        return tuple(self._member(self._engines[slot]) for slot in chosen)
-
-    @staticmethod
-    def _member(engine: _Engine) -> Member:
-        ranks = engine_ranks(engine.spec.config)
-        return Member(engine.slot, f"{engine.ref.handle.key}/{engine.incarnation}", ranks)
+        engines = [self._engines[slot] for slot in chosen]
+        return tuple(
+            Member(e.slot, f"{e.ref.handle.key}/{e.incarnation}", engine_ranks(e.spec.config))
+            for e in engines
+        )
 
     @property
     def n_ready(self) -> int:
@@ -253,7 +252,7 @@ class EnginePool:
             return
         engine = self._engines.get(slot)
         if engine is not None and engine.holds:
-            self._watch(engine)  # only now: a loss is nobody's business while it is busy
+            self._watch(engine)  # only now: while it is busy, a loss is noticed by that work
         elif self._unlisten is not None:
             self._looks.start(self._look_for_arrivals())  # its worker may have come meanwhile
 

@@ -31,6 +31,7 @@ def engine_spec(cfg: Config, slot: str) -> EngineSpec:
         device="cuda" if cfg.cluster.rollout.gpus_per_worker else "cpu",
         in_flight=cfg.synchronizer.in_flight,
         in_flight_timeout_s=cfg.synchronizer.in_flight_timeout_s,
+        plugin_dirs=tuple(cfg.plugin_dirs),
     )
 
 

@@ -167,13 +167,14 @@ class EngineSpec:
     """Everything an engine actor needs to be built on any worker."""
 
     slot: str  # "engine-0"
-    engine_type: str
+    engine_type: str  # see trinity_dask.models.ENGINES
     model_path: str
     config: dict[str, Any] = field(default_factory=dict)  # RolloutModelConfig as a dict
     model: dict[str, Any] = field(default_factory=dict)  # ModelConfig as a dict
     device: str = "cpu"
     in_flight: str = "keep"  # what an update does to running requests: keep | wait | abort
     in_flight_timeout_s: float = SynchronizerConfig.in_flight_timeout_s  # wait: for how long
+    plugin_dirs: tuple[str, ...] = ()  # where a user's own engine may be registered
 
 
 def checked(

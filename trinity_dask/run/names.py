@@ -56,11 +56,16 @@ def _samples_on_cpu_with_vllm(stage: Config) -> bool:
 
 def _stage_problems(stage: Config) -> Iterator[str]:
     from trinity_dask.algorithm.table import resolve_algorithm
+    from trinity_dask.models import ENGINES
 
     yield from _tried("algorithm", lambda: _check_teacher(stage, resolve_algorithm))
     if stage.mode == "train":
         return
     yield from _operator_problems(stage)
+    engine = stage.explorer.rollout_model.engine_type
+    is_path = ":" in engine or "." in engine
+    if engine not in ENGINES.names() and (stage.cluster.type == "local" or not is_path):
+        yield from _tried("explorer.rollout_model.engine_type", lambda: ENGINES.get(engine))
     source = stage.buffer.explorer_input
     for key, taskset in train_tasksets(stage):
         yield from _taskset_problems(key, taskset, stage)

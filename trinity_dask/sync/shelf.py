@@ -72,7 +72,7 @@ class WeightShelf:
         # other processes that read here may work in another directory
         self.base = base if is_url(base) else os.path.abspath(base)
         self.storage_options = dict(storage_options or {})
-        self.in_memory = in_memory  # its files are written again, see :mod:`shared_weights`
+        self.in_memory = in_memory  # its files are written again, see weights/memory.py
         self.users: set[str] = set()
         self._held: dict[int, Published] = {}
         self._bare: Optional[float] = None

@@ -146,9 +146,6 @@ class SyncState:
         explorer = self.explorers.setdefault(name, ExplorerPosition())
         explorer.status, explorer.final, explorer.watching = STOPPED, False, False
 
-    def load_started(self, name: str, version: int) -> None:
-        self.explorers[name].loading = version
-
     def load_ended(self, name: str, version: Optional[int]) -> None:
         """``version`` reached every engine of ``name``; None when it did not."""
         explorer = self.explorers[name]

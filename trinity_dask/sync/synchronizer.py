@@ -34,6 +34,10 @@ TRAINER = "trainer"
 RECHECK_S = 1.0
 
 
+class Late(TimeoutError):
+    """What was waited for did not happen in time; a transfer's own time-outs are none of these."""
+
+
 class Synchronizer:
     """One per job. All methods run on its worker's event loop.
 
@@ -74,8 +78,7 @@ class Synchronizer:
         ``writes_blocked()`` whether an explorer waits for room in it; ``ensure_trainer()``
         brings back trainer ranks that died while they were waiting."""
         self._rows_available, self._writes_blocked = rows_available, writes_blocked
-        if ensure_trainer is not None:
-            self.transfers.ensure_trainer = ensure_trainer
+        self.transfers.ensure_trainer = ensure_trainer
 
     def set_trainer_rank0(self, handle: ActorHandle) -> None:
         self.transfers.rank0 = handle
@@ -108,7 +111,7 @@ class Synchronizer:
         self.state.explorer_joined(name)
         explorer = self.state.explorers[name]
         explorer.submitted = max(explorer.submitted, submitted)
-        self.notify()
+        self._changes.notify()
         return explorer.version
 
     async def admit(self, name: str) -> int:
@@ -127,7 +130,7 @@ class Synchronizer:
         if version is not None:
             await self._load(name, version)
         await self._serve(name, state.progress)
-        self.notify()
+        self._changes.notify()
         return state.explorers[name].version
 
     async def initial_sync(self, trainer_step: int, progress: int) -> dict[str, float]:
@@ -153,7 +156,7 @@ class Synchronizer:
         self.transfers.shelf.users.add(TRAINER)
         if self.cfg.sync_method != "nccl":
             await self.transfers.publish(step)
-        self.notify()
+        self._changes.notify()
 
     # trainer side ---------------------------------------------------------------------
     async def trainer_sync(self, step: int, progress: int) -> int:
@@ -174,15 +177,18 @@ class Synchronizer:
         try:
             if state.should_publish:
                 await self.transfers.publish(step)
-            self.notify()
-            while await self._met(
-                lambda: state.receiver is not None or state.trainer_may_continue,
-                lambda: f"trainer at step {step}: the explorer to take its weights",
-            ):
+            self._changes.notify()
+            while True:
+                await self.wait(
+                    lambda: state.receiver is not None or state.trainer_may_continue,
+                    lambda: f"trainer at step {step}: the explorer to take its weights",
+                )
                 receiver = state.receiver
                 if receiver is None:
                     break
                 await self._load(receiver, step)
+        except Late as error:
+            self._go_on_without(error)
         finally:
             state.trainer_running()
         return state.engine_version
@@ -190,7 +196,7 @@ class Synchronizer:
     async def trainer_starved(self, step: int) -> None:
         """The trainer cannot train on without new rows."""
         self.state.trainer_starved(step, self.state.progress)
-        self.notify()
+        self._changes.notify()
 
     async def trainer_resumed(self) -> None:
         """Rows arrived; weights are about to change again, once nobody reads them."""
@@ -203,7 +209,7 @@ class Synchronizer:
     async def trainer_stopped(self, step: int, progress: Optional[int] = None) -> None:
         """No more steps. The last weights can still be fetched."""
         self.state.trainer_stopped(step, self.state.progress if progress is None else progress)
-        self.notify()
+        self._changes.notify()
 
     # explorer side --------------------------------------------------------------------
     async def explorer_should_sync(self, name: str, step: int) -> bool:
@@ -256,25 +262,26 @@ class Synchronizer:
         state, explorer = self.state, self.state.explorers[name]
         state.explorer_waiting(name, max(step - self.cfg.sync_offset, 0), final)
         try:
-            self.notify()
+            self._changes.notify()
             while True:
-                came = await self._met(
+                await self.wait(
                     lambda: explorer.loading is not None or state.may_pass(name),
                     lambda: (
                         f"explorer {name!r} at step {step}: the trainer to finish batch "
                         f"{explorer.required}"
                     ),
-                    strict=final,
                 )
                 if explorer.loading is None:
                     break
                 await self._loaded(name)
-            version = state.may_fetch(name) if came else None
+            version = state.may_fetch(name)
             if version is not None:
                 await self._load(name, version)
+        except Late as error:
+            self._go_on_without(error, strict=final)
         finally:
             state.explorer_running(name)
-            self.notify()
+            self._changes.notify()
         state.explorer_running(name, state.next_required(step))
         return explorer.version
 
@@ -294,9 +301,9 @@ class Synchronizer:
 
         explorer.watching = explorer.live
         try:
-            self.notify()
+            self._changes.notify()
             await self.wait(ready, lambda: f"explorer {name!r}: a newer version", timeout_s)
-        except TimeoutError:
+        except Late:
             return explorer.version
         finally:
             explorer.watching = False
@@ -310,7 +317,7 @@ class Synchronizer:
         nothing is on its way to its engines any more."""
         self.state.explorer_stopped(name)
         self.transfers.sweep()
-        self.notify()
+        self._changes.notify()
         with suppress(RuntimeError):  # a failure is for those who go on
             await self._loaded(name)
 
@@ -329,7 +336,7 @@ class Synchronizer:
                 "published; versions only grow"
             )
         published = await self.transfers.put(version, weights)
-        self.notify()
+        self._changes.notify()
         return published
 
     @property
@@ -352,7 +359,7 @@ class Synchronizer:
         """Return when ``ready()``; it is asked at every change and once a second.
 
         Raises:
-            TimeoutError: not within ``timeout_s`` (default: ``sync_timeout_s``).
+            Late: not within ``timeout_s`` (default: ``sync_timeout_s``).
             RuntimeError: the synchronisation failed meanwhile.
         """
         limit = self.cfg.sync_timeout_s if timeout_s is None else timeout_s
@@ -362,7 +369,7 @@ class Synchronizer:
             return ready()
 
         if not await self._changes.until(woken, limit, RECHECK_S):
-            raise TimeoutError(
+            raise Late(
                 f"{what()} ({self.state}): not within synchronizer.sync_timeout_s = {limit:g} s"
             )
 
@@ -380,20 +387,13 @@ class Synchronizer:
         self.state.rows_available = self._rows_available()
         self.state.writes_blocked = self._writes_blocked()
 
-    async def _met(
-        self, ready: Callable[[], bool], what: Callable[[], str], strict: bool = False
-    ) -> bool:
-        """Whether the other side came in time. Style ``fixed`` promises a version at each
+    def _go_on_without(self, error: Late, strict: bool = False) -> None:
+        """The other side did not come in time. Style ``fixed`` promises a version at each
         boundary, so there (or with ``strict``) a miss is an error."""
-        try:
-            await self.wait(ready, what)
-        except TimeoutError as error:
-            if strict or self.cfg.sync_style == "fixed":
-                raise
-            self.timeouts += 1
-            log.warning("%s; going on without", error)
-            return False
-        return True
+        if strict or self.cfg.sync_style == "fixed":
+            raise error
+        self.timeouts += 1
+        log.warning("%s; going on without", error)
 
     async def _loaded(self, name: str) -> None:
         """Nothing is on its way to the engines of ``name``; a transfer has its own deadlines."""
@@ -407,8 +407,7 @@ class Synchronizer:
         others it is that explorer's own, unless engine and trainer differ. It is nobody's
         once the explorer has stopped."""
         state, explorer = self.state, self.state.explorers[name]
-        state.load_started(name, version)
-        reached = None
+        explorer.loading, reached = version, None
         try:
             await self.transfers.load(name, version)
             reached = version
@@ -422,4 +421,4 @@ class Synchronizer:
         finally:
             state.load_ended(name, reached)
             self.transfers.sweep()
-            self.notify()
+            self._changes.notify()

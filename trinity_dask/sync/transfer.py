@@ -70,7 +70,7 @@ class WeightTransfers:
         self.state = state
         self.shelf = shelf
         self.rank0: Optional[ActorHandle] = None
-        self.ensure_trainer: Callable[[], Awaitable[None]] = _nothing
+        self.ensure_trainer: Optional[Callable[[], Awaitable[None]]] = None  # brings ranks back
         self.transfers = 0
         self.failed_attempts = 0
         self.metrics: dict[str, float] = {}
@@ -158,11 +158,12 @@ class WeightTransfers:
                 return found
             path, options = self.shelf.path(version), self.shelf.storage_options
             arguments = (path, version, *([options] if options else []))
-            due = self._probe_is_due()
+            due, probe = self._probe_is_due(), None
             receipt: WeightReceipt = await self._ask_trainer("write_weights", *arguments)
-            return self._put(
-                Published(version, path, receipt, await self._probe() if due else None)
-            )
+            if due:
+                sequences = await self._probe_sequences()
+                probe = Probe(sequences, await self._ask_trainer("probe_logprobs", sequences))
+            return self._put(Published(version, path, receipt, probe))
 
     async def put(self, version: int, weights: Mapping[str, Any] | str) -> Published:
         """Publish what somebody else has: tensors by name, or a file or directory of them."""
@@ -189,7 +190,7 @@ class WeightTransfers:
             self.state.sending -= needs_trainer
 
     async def _ensure_standing_trainer(self) -> None:
-        if self.state.trainer is not RUNNING:
+        if self.state.trainer is not RUNNING and self.ensure_trainer is not None:
             await self.ensure_trainer()
 
     # a reborn engine ------------------------------------------------------------------
@@ -212,7 +213,8 @@ class WeightTransfers:
                 if attempt == ATTEMPTS or await self.pool(name).is_gone(slot):
                     raise
                 log.warning("weights for reborn %s failed (%s); once more", slot, error)
-                await self.ensure_trainer()
+                if self.ensure_trainer is not None:
+                    await self.ensure_trainer()
 
     async def _bring(self, name: str, slot: str) -> None:
         state = self.state
@@ -245,26 +247,26 @@ class WeightTransfers:
         update = WeightUpdate(
             version=version,
             method="nccl",
-            meta=await self.tensor_meta(),
+            meta=self._meta or await self.tensor_meta(),
             generation=to.group.generation,
             bucket_bytes=self.cfg.bucket_mb << 20,
         )
+        engines = [to.pool.handle(slot) for slot in slots]
         try:
-            sent, receipts = await all_or_first_error(
+            sent, *receipts = await all_or_first_error(
                 rpc(rank0, "send_weights", update, timeout=limit),
-                to.ask(slots, "update_weights", update, timeout_s=limit),
+                *(rpc(engine, "update_weights", update, timeout=limit) for engine in engines),
             )
         except BaseException:
             to.group.formed = False
             raise
         seconds = time.perf_counter() - start
-        metrics = _proved(version, sent, dict(zip(slots, receipts, strict=True)))
+        self._arrived(version, sent, slots, receipts, seconds, to.group.bytes_per_s)
         if relabel and sent.step is not None and sent.step > version:
             await to.ask(slots, "label_weights", sent.step, timeout_s=limit)
-            metrics["sync/version"] = float(sent.step)
+            self.metrics["sync/version"] = float(sent.step)
         if probe:
-            metrics |= await self._probed(to, None, slots, receipts)
-        self._moved(metrics, seconds, to.group.bytes_per_s, len(slots))
+            self.metrics |= await self._probed(to, None, slots, receipts)
 
     async def _read(self, to: _Receiver, published: Published, slots: list[str]) -> None:
         """A published version into ``slots``, each of which reads its file."""
@@ -279,26 +281,47 @@ class WeightTransfers:
         )
         receipts = await to.ask(slots, "update_weights", update, timeout_s=limit)
         seconds = sent.seconds + time.perf_counter() - start
-        metrics = _proved(published.version, sent, dict(zip(slots, receipts, strict=True)))
+        self._arrived(published.version, sent, slots, receipts, seconds, floor)
         if published.probe is not None:
-            metrics |= await self._probed(to, published.probe, slots, receipts)
-        self._moved(metrics, seconds, floor, len(slots))
+            self.metrics |= await self._probed(to, published.probe, slots, receipts)
 
-    def _moved(
-        self, metrics: dict[str, float], seconds: float, floor: Optional[float], n_engines: int
+    def _arrived(
+        self,
+        version: int,
+        sent: WeightReceipt,
+        slots: list[str],
+        receipts: list[WeightReceipt],
+        seconds: float,
+        bare_bytes_per_s: Optional[float],
     ) -> None:
-        metrics["sync/seconds"] = seconds
+        """Every side saw ``version`` with one checksum; the metrics of that transfer.
+
+        Raises:
+            WeightMismatch: one did not.
+        """
+        for side, receipt in zip(["trainer", *slots], [sent, *receipts], strict=True):
+            if receipt.version != version or receipt.checksum != sent.checksum:
+                raise WeightMismatch(
+                    f"{side} holds version {receipt.version} with checksum "
+                    f"{receipt.checksum:#x}; the trainer sent version {version} with "
+                    f"{sent.checksum:#x}. The engine must not sample with these weights."
+                )
+        self.metrics = {
+            "sync/bytes": float(sent.n_bytes),
+            "sync/seconds": seconds,
+            "sync/version": float(version),
+            "sync/aborted_requests": float(sum(receipt.aborted for receipt in receipts)),
+        }
         bare = ""
-        if floor is not None:  # bytes per second when nothing is done with them
-            share = metrics["sync/bytes"] / floor / max(seconds, 1e-9)
-            metrics["sync/floor_share"] = share
+        if bare_bytes_per_s is not None:
+            share = sent.n_bytes / bare_bytes_per_s / max(seconds, 1e-9)
+            self.metrics["sync/floor_share"] = share
             bare = f", {share:.0%} of it on the bare way"
-        self.metrics = metrics
         log.info(
             "version %d on %d engine(s): %.1f MB in %.3f s%s",
-            metrics["sync/version"],
-            n_engines,
-            metrics["sync/bytes"] / 1e6,
+            version,
+            len(slots),
+            sent.n_bytes / 1e6,
             seconds,
             bare,
         )
@@ -370,11 +393,6 @@ class WeightTransfers:
         interval = self.cfg.probe_interval
         return interval > 0 and (self.transfers - 1) % interval == 0
 
-    async def _probe(self) -> Probe:
-        """The trainer's log-probs of the fixed sequences, with the weights it has now."""
-        sequences = await self._probe_sequences()
-        return Probe(sequences, await self._ask_trainer("probe_logprobs", sequences))
-
     async def _probe_sequences(self) -> list[list[int]]:
         if self._sequences is None:
             self._sequences = probe_sequences(await self._ask_trainer("vocab_size"))
@@ -399,12 +417,12 @@ class WeightTransfers:
         limit = self.cfg.sync_timeout_s
         work: list[Any] = [to.ask(able, "logprobs_of", sequences, timeout_s=limit)]
         if given is None:  # while the engines compute theirs
-            work.append(self._probe())
+            work.append(self._ask_trainer("probe_logprobs", sequences))
         found, *own = await all_or_first_error(*work)
-        wanted = given or own[0]
+        wanted = own[0] if given is None else given.logprobs
         worst = 0.0
         for slot, got in zip(able, found, strict=True):
-            gaps = (np.abs(a - b).max() for a, b in zip(got, wanted.logprobs, strict=True))
+            gaps = (np.abs(a - b).max() for a, b in zip(got, wanted, strict=True))
             worst = max(worst, *(float(gap) for gap in gaps))
             if not worst <= self.cfg.probe_tolerance:
                 raise WeightMismatch(
@@ -414,29 +432,3 @@ class WeightTransfers:
                     f"a stale copy of some tensor or computes in another precision"
                 )
         return {"sync/probe_max_abs_diff": worst}
-
-
-def _proved(
-    version: int, sent: WeightReceipt, receipts: dict[str, WeightReceipt]
-) -> dict[str, float]:
-    """Metrics of a transfer in which every side saw ``version`` with one checksum.
-
-    Raises:
-        WeightMismatch: one did not.
-    """
-    for side, receipt in {"trainer": sent, **receipts}.items():
-        if receipt.version != version or receipt.checksum != sent.checksum:
-            raise WeightMismatch(
-                f"{side} holds version {receipt.version} with checksum "
-                f"{receipt.checksum:#x}; the trainer sent version {version} with "
-                f"{sent.checksum:#x}. The engine must not sample with these weights."
-            )
-    return {
-        "sync/bytes": float(sent.n_bytes),
-        "sync/version": float(version),
-        "sync/aborted_requests": float(sum(receipt.aborted for receipt in receipts.values())),
-    }
-
-
-async def _nothing() -> None:
-    """No trainer to look after."""

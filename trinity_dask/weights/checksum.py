@@ -124,13 +124,9 @@ def _lots(items: Sequence[T], sizes: list[int]) -> list[list[T]]:
     return lots
 
 
-def _cores() -> int:
-    """Those that this process may use."""
-    known = getattr(os, "sched_getaffinity", None)
-    return len(known(0)) if known else os.cpu_count() or 1
-
-
-N_THREADS = min(4, _cores())  # memory is no faster for more
+_affinity = getattr(os, "sched_getaffinity", None)
+_N_CORES = len(_affinity(0)) if _affinity else os.cpu_count() or 1
+N_THREADS = min(4, _N_CORES)  # memory is no faster for more
 LOTS_PER_THREAD = 6
 COPY_BYTES = 1 << 22
 
@@ -173,7 +169,10 @@ def _content(data: torch.Tensor) -> int:
         memory: Any = data.numpy()
         return xxhash.xxh3_64_intdigest(memory)
     n_whole = data.numel() // 8 * 8
-    total = _fold(_as_words(data[:n_whole]))
+    whole = data[:n_whole]
+    if whole.storage_offset() % 8 or whole.data_ptr() % 8:
+        whole = whole.clone()  # a 64-bit view needs an aligned start
+    total = _fold(whole.view(torch.int64))
     if n_whole < data.numel():
         tail = torch.zeros(8, dtype=torch.uint8, device=data.device)
         tail[: data.numel() - n_whole] = data[n_whole:]
@@ -183,14 +182,6 @@ def _content(data: torch.Tensor) -> int:
 
 def _on_cpu(data: torch.Tensor) -> bool:
     return data.device.type == "cpu"
-
-
-def _as_words(data: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    if data.storage_offset() % 8 or data.data_ptr() % 8:
-        data = data.clone()  # a 64-bit view needs an aligned start
-    return data.view(torch.int64)
 
 
 def _fold(words: torch.Tensor) -> int:

@@ -27,7 +27,8 @@ from distributed import Worker, WorkerPlugin
 from trinity_dask.aio import Changes
 from trinity_dask.cluster.context import current_worker
 from trinity_dask.config.fields import choices_of
-from trinity_dask.config.schema import RolloutModelConfig, SynchronizerConfig
+from trinity_dask.config.schema import SynchronizerConfig
+from trinity_dask.models import ENGINES
 from trinity_dask.models.actor.remote import serve_engine
 from trinity_dask.models.protocol import (
     Completion,
@@ -39,8 +40,8 @@ from trinity_dask.models.protocol import (
     WeightReceipt,
     WeightUpdate,
 )
+from trinity_dask.registry import load_plugins
 
-ENGINE_TYPES = choices_of(RolloutModelConfig, "engine_type")
 CLOSE_TIMEOUT_S = 15.0
 EXIT_ENGINE_DEAD = 70
 
@@ -57,24 +58,11 @@ def build_engine(spec: EngineSpec) -> InferenceEngine:
     """The engine that ``spec.engine_type`` names, not yet prepared. Imports its library.
 
     Raises:
-        ValueError: unknown engine type.
+        LoadError: neither a registered name nor a path that leads to an engine.
         ImportError: the engine's library is not installed; the message says what to do.
     """
-    if spec.engine_type == "vllm":
-        from trinity_dask.models.vllm.engine import VLLMEngine
-
-        return VLLMEngine(spec)
-    if spec.engine_type == "torch":
-        from trinity_dask.models.torch.engine import TorchEngine
-
-        return TorchEngine(spec)
-    if spec.engine_type == "fake":
-        from trinity_dask.models.fake_engine import FakeEngine
-
-        return FakeEngine(spec)
-    raise ValueError(
-        f"engine_type {spec.engine_type!r} is unknown; use one of {', '.join(ENGINE_TYPES)}"
-    )
+    load_plugins(spec.plugin_dirs)
+    return ENGINES.get(spec.engine_type)(spec)
 
 
 def local_engine() -> EngineActor:

@@ -9,7 +9,6 @@ elsewhere is found there.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 import uuid
 from typing import Any
@@ -18,12 +17,11 @@ import numpy as np
 from distributed import Worker
 from distributed.protocol import to_serialize
 
+from trinity_dask.aio import Background
 from trinity_dask.cluster.context import current_worker
 from trinity_dask.cluster.rpc import ActorHandle, ActorLost, exchange
 from trinity_dask.cluster.slots import PREFIX
 from trinity_dask.models.protocol import Completion, SamplingParams
-
-log = logging.getLogger("trinity_dask.engines")
 
 OP = "trinity_engine"
 ABORT_OP = "trinity_engine_abort"
@@ -134,7 +132,7 @@ class RemoteEngine:
             async with asyncio.timeout(self._call_timeout_s):
                 reply = await exchange(pool, handle, method, CONNECT_TIMEOUT_S, message)
         except (asyncio.CancelledError, TimeoutError):
-            _abort(handle, call_id)
+            _aborts.start(_abort(handle, call_id))  # beside: the caller is going away
             raise
         return self._result(reply, handle, method)
 
@@ -148,23 +146,13 @@ class RemoteEngine:
         return reply["result"]
 
 
-_aborts: set[asyncio.Task[None]] = set()
+_aborts = Background("a request could not be aborted at its engine")
 
 
-def _abort(handle: ActorHandle, call_id: str) -> None:
-    """Tell the engine in the background; the caller is going away."""
-    task = asyncio.get_running_loop().create_task(_send_abort(handle, call_id))
-    _aborts.add(task)
-    task.add_done_callback(_aborts.discard)
-
-
-async def _send_abort(handle: ActorHandle, call_id: str) -> None:
+async def _abort(handle: ActorHandle, call_id: str) -> None:
     message = {"op": ABORT_OP, "call_id": call_id}
-    try:
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            await exchange(_worker().rpc, handle, "abort", CONNECT_TIMEOUT_S, message)
-    except (ActorLost, TimeoutError) as error:
-        log.info("a request at %s could not be aborted: %s", handle.slot, error)
+    async with asyncio.timeout(CONNECT_TIMEOUT_S):
+        await exchange(_worker().rpc, handle, "abort", CONNECT_TIMEOUT_S, message)
 
 
 async def _locate(slot: str, deadline: float) -> ActorHandle:

@@ -176,12 +176,13 @@ class TorchEngine:
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         for request in self._asked.values():
             request.cancelled = True  # its batch ends with its next token
-        return await self._thread.call(lambda: self._update(update))
 
-    def _update(self, update: WeightUpdate) -> WeightReceipt:
-        receipt = load_update(self._model, update, self._group)
-        self.model_version = update.version
-        return receipt
+        def load() -> WeightReceipt:
+            receipt = load_update(self._model, update, self._group)
+            self.model_version = update.version
+            return receipt
+
+        return await self._thread.call(load)
 
     async def label_weights(self, version: int) -> None:
         self.model_version = version

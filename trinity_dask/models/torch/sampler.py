@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -75,10 +76,10 @@ class BatchSampler:
             if keep is not None and batch.n_rows < n_before:
                 cache.select(keep)
                 tokens = tokens.index_select(0, keep)
-            logits = self._forward(
-                tokens[:, None], batch.positions(step), batch.decode_mask(step), cache
-            )
-        self.generated_tokens += batch.n_generated()
+            positions = batch.prompt_lengths.index_select(0, batch.prompt_of_row) + step
+            mask = batch.decode_mask(step)
+            logits = self._forward(tokens[:, None], positions[:, None], mask, cache)
+        self.generated_tokens += int(batch.lengths.sum())
         return batch.completions(version)
 
     def _forward(
@@ -114,7 +115,8 @@ class BatchSampler:
             if batch.any_greedy:
                 tokens = torch.where(batch.greedy, scaled.argmax(dim=-1), tokens)
         chosen = scaled.gather(1, tokens[:, None]) - top - total.log()
-        batch.record(tokens, chosen[:, 0], step)
+        batch.tokens[step, batch.row] = tokens
+        batch.logprobs[step, batch.row] = chosen[:, 0]
         return tokens
 
 
@@ -131,7 +133,9 @@ class _Batch:
         self.requests = requests
         self.device = device
         self._pad_prompts()
-        counts = torch.tensor([r.sampling.n for r in requests], device=device)
+        answers = [r.sampling.n for r in requests]
+        self.first_rows = [0, *accumulate(answers)]
+        counts = torch.tensor(answers, device=device)
         self.prompt_of_row = torch.arange(len(requests), device=device).repeat_interleave(counts)
         n_rows = len(self.prompt_of_row)
         self.max_tokens = max(r.sampling.max_tokens for r in requests)
@@ -142,7 +146,11 @@ class _Batch:
         self.row = torch.arange(n_rows, device=device)  # output column of each live row
         self.alive = torch.ones(n_rows, dtype=torch.bool, device=device)
         self._stop_tables(eos_ids, vocab_size)
-        self._generators = self._make_generators()
+        self._generators = {
+            i: torch.Generator(device).manual_seed(r.sampling.seed)
+            for i, r in enumerate(requests)
+            if r.sampling.seed is not None
+        }
         self._load_row_parameters()
 
     # layout -----------------------------------------------------------------------------
@@ -166,9 +174,6 @@ class _Batch:
             mask |= torch.eye(width, dtype=torch.bool, device=self.device)
             self.prompt_mask = mask[:, None]
 
-    def positions(self, step: int) -> torch.Tensor:
-        return (self.prompt_lengths.index_select(0, self.prompt_of_row) + step)[:, None]
-
     def decode_mask(self, step: int) -> torch.Tensor | None:
         """Which cached columns a new token sees, or None for all of them."""
         if self.prompt_mask is None:
@@ -189,14 +194,7 @@ class _Batch:
             [kinds[r.sampling.stop_token_ids] for r in self.requests], device=self.device
         )
 
-    def _make_generators(self) -> dict[int, torch.Generator]:
-        return {
-            i: torch.Generator(self.device).manual_seed(r.sampling.seed)
-            for i, r in enumerate(self.requests)
-            if r.sampling.seed is not None
-        }
-
-    def _column(self, values: list[float], dtype: torch.dtype) -> torch.Tensor:
+    def _column(self, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
         by_prompt = torch.tensor(values, dtype=dtype, device=self.device)
         return by_prompt.index_select(0, self.prompt_of_row)
 
@@ -240,15 +238,8 @@ class _Batch:
             # all n are drawn, so that a row's numbers do not depend on the other rows
             numbers = torch.rand(self.requests[i].sampling.n, generator=own, device=self.device)
             mine = (self.prompt_of_row == i).nonzero()[:, 0]
-            draws[mine] = numbers[self.row[mine] - self._first_row(i)]
+            draws[mine] = numbers[self.row[mine] - self.first_rows[i]]
         return draws
-
-    def _first_row(self, i: int) -> int:
-        return sum(r.sampling.n for r in self.requests[:i])
-
-    def record(self, tokens: torch.Tensor, logprobs: torch.Tensor, step: int) -> None:
-        self.tokens[step, self.row] = tokens
-        self.logprobs[step, self.row] = logprobs
 
     def advance(self, tokens: torch.Tensor, step: int) -> torch.Tensor | None:
         """Note which rows ended with ``tokens``.
@@ -257,8 +248,9 @@ class _Batch:
         """
         stop = self.is_stop[self.kind, tokens] & self.alive
         ended = (stop | (step + 1 >= self.budget)) & self.alive
-        if self._any_cancelled():
-            ended |= self._cancelled_rows() & self.alive
+        cancelled = [r.cancelled for r in self.requests]
+        if any(cancelled):
+            ended |= self._column(cancelled, torch.bool) & self.alive
         if not ended.any():
             return None
         finished = self.row[ended]
@@ -279,30 +271,19 @@ class _Batch:
             self._load_row_parameters()
         return keep
 
-    def _any_cancelled(self) -> bool:
-        return any(r.cancelled for r in self.requests)
-
-    def _cancelled_rows(self) -> torch.Tensor:
-        return self._column([r.cancelled for r in self.requests], torch.bool)
-
     # results ----------------------------------------------------------------------------
-    def n_generated(self) -> int:
-        return int(self.lengths.sum())
-
     def completions(self, version: int) -> list[list[Completion]]:
         tokens = self.tokens.T.to("cpu", torch.int32).contiguous().numpy()
         logprobs = self.logprobs.T.cpu().contiguous().numpy()
         versions = np.full(self.max_tokens, version, dtype=np.int32)
         lengths, stopped = self.lengths.tolist(), self.stopped.tolist()
         answers: list[list[Completion]] = []
-        row = 0
-        for request in self.requests:
+        for first, end in pairwise(self.first_rows):
             group = []
-            for r in range(row, row + request.sampling.n):
+            for r in range(first, end):
                 n = lengths[r]
                 reason = FINISH_STOP if stopped[r] else FINISH_LENGTH
                 group.append(Completion(tokens[r, :n], logprobs[r, :n], versions[:n], reason))
-            row += request.sampling.n
             answers.append(group)
         return answers
 

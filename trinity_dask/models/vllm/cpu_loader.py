@@ -60,13 +60,11 @@ class Target:
     def prepare(self) -> torch.Tensor:
         """Memory for the next value."""
         if self.copied is None:
-            spare, self.spare = self.spare, None
-            self.copied = self._new_memory() if spare is None else spare
+            self.copied, self.spare = self.spare, None
+        if self.copied is None:
+            n_bytes = math.prod(self.shape) * self.dtype.itemsize
+            self.copied = large_buffer(n_bytes).view(self.dtype).view(self.shape)
         return self.copied
-
-    def _new_memory(self) -> torch.Tensor:
-        n_bytes = math.prod(self.shape) * self.dtype.itemsize
-        return large_buffer(n_bytes).view(self.dtype).view(self.shape)
 
     def install(self, lease: Lease) -> None:
         """Put the next value in use."""
@@ -98,17 +96,6 @@ class Target:
         self.adopted, self.copied = {}, None
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where one received tensor belongs."""
-
-    target: Target
-    start: int
-
-    def take(self, tensor: torch.Tensor, stays: bool = False) -> None:
-        self.target.take(self.start, tensor, stays)
-
-
 @dataclass(eq=False)
 class Lease:
     """Memory that a version was received into, and how many layers will still read it."""
@@ -121,7 +108,7 @@ class Lease:
 class CpuLoader:
     """The plan for one model and one list of tensors."""
 
-    places: dict[str, Place] = field(default_factory=dict)
+    places: dict[str, tuple[Target, int]] = field(default_factory=dict)  # and first row
     targets: dict[tuple[str, str], Target] = field(default_factory=dict)
     leases: list[Lease] = field(default_factory=list)
     tied: list[Any] = field(default_factory=list)  # layers that pack a parameter of another
@@ -142,7 +129,8 @@ class CpuLoader:
         """
         try:
             for name, tensor in named:
-                self.places[name].take(tensor)
+                target, start = self.places[name]
+                target.take(start, tensor)
         except BaseException:
             self._forget()
             raise
@@ -153,7 +141,7 @@ class CpuLoader:
         there need not be copied."""
         found = {}
         for tensor in meta:
-            target = self.places[tensor.name].target
+            target, _ = self.places[tensor.name]
             is_same = tensor.shape == target.shape and torch_dtype(tensor.dtype) == target.dtype
             if is_same and not target.is_packed:
                 found[tensor.name] = target.prepare()
@@ -166,11 +154,13 @@ class CpuLoader:
         def take(digest: Digest, item: tuple[str, torch.Tensor]) -> None:
             name, tensor = item
             digest.add(name, tensor)
-            self.places[name].take(tensor, stays=True)
+            target, start = self.places[name]
+            target.take(start, tensor, stays=True)
 
         for name, tensor in named:
-            if not self.places[name].target.adopts(tensor, stays=True):
-                self.places[name].target.prepare()  # not by several threads at once
+            target, _ = self.places[name]
+            if not target.adopts(tensor, stays=True):
+                target.prepare()  # not by several threads at once
         try:
             digest = in_threads(take, named, [tensor.nbytes for _, tensor in named])
         except BaseException:
@@ -245,7 +235,7 @@ def plan_cpu_loader(
         target, start = loader.targets[key], filled[key]
         _check_fits(tensor, target, start)
         filled[key] += tensor.shape[0]
-        loader.places[tensor.name] = Place(target, start)
+        loader.places[tensor.name] = (target, start)
     _check_is_whole(model, filled)
     return loader
 
