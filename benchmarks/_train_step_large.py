@@ -176,7 +176,7 @@ def trainer(model_path: str, tokens: int, threads: int) -> Callable[[int], float
     """A trainer rank, from rows to metrics."""
     from trinity_dask.config.schema import Config, OptimizerConfig
     from trinity_dask.experience import EID, Experience
-    from trinity_dask.experience.payload import encode
+    from trinity_dask.experience.schema import encode
     from trinity_dask.trainer.ranks.rank import TrainerRank
     from trinity_dask.trainer.sources import TrainInput
 

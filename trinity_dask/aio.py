@@ -43,12 +43,12 @@ class Changes:
         self,
         ready: Callable[[], bool],
         timeout_s: Optional[float] = None,
-        recheck_s: Optional[float] = None,
+        recheck_s: float | Callable[[], Optional[float]] | None = None,
     ) -> bool:
         """Wait until ``ready()``; whether it is. False: not within ``timeout_s``.
 
         ``ready`` is asked at once, at every change, and every ``recheck_s`` for conditions
-        that also depend on what announces no change.
+        that also depend on what announces no change (a function says anew how long to wait).
 
         Raises:
             BaseException: ``failure``, once there is one; whatever ``ready`` raises.
@@ -63,7 +63,8 @@ class Changes:
             now = clock()
             if deadline is not None and now >= deadline:
                 return False
-            limits = [deadline, None if recheck_s is None else now + recheck_s]
+            again_s = recheck_s() if callable(recheck_s) else recheck_s
+            limits = [deadline, None if again_s is None else now + again_s]
             await self._woken(min((at for at in limits if at is not None), default=None))
 
     async def _woken(self, at: Optional[float]) -> None:

@@ -18,8 +18,7 @@ from distributed import Client
 from trinity_dask.cluster import RunCluster, call, open_cluster, start_actor
 from trinity_dask.config.schema import Config, GroupConfig
 from trinity_dask.experience import Experience
-from trinity_dask.experience.payload import decode
-from trinity_dask.experience.schema import from_table
+from trinity_dask.experience.schema import decode, from_table
 from trinity_dask.explorer.schedule.scheduler import Scheduler
 from trinity_dask.models.actor.actor import EngineActor
 from trinity_dask.models.protocol import EngineSpec

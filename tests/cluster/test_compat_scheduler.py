@@ -15,8 +15,7 @@ from explorer_parts import DUMMY, SLOTS, WAIT_S, make_config, start_cluster
 
 from trinity_dask.buffer.experience_buffer import ExperienceBuffer
 from trinity_dask.config.schema import Config
-from trinity_dask.experience.payload import decode
-from trinity_dask.experience.schema import from_table
+from trinity_dask.experience.schema import decode, from_table
 from trinity_dask.explorer.rollout_coordinator import RolloutCoordinator
 from trinity_dask.explorer.scheduler import (
     CompletedTaskResult,

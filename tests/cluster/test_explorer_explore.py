@@ -30,7 +30,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 async def second_batch_runs(parts: Parts, notes: Path) -> None:
     """Until batch 1 is committed and the tasks of batch 2 have begun."""
-    while await parts.buffer.last_manifest() is None or not (notes / "started-2-1").exists():
+    while not await parts.buffer.manifests() or not (notes / "started-2-1").exists():
         await asyncio.sleep(0.05)
 
 

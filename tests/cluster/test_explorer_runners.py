@@ -21,8 +21,7 @@ from trinity_dask.cluster.runners import kill_runner, runner_addresses
 from trinity_dask.cluster.specs import SETTINGS
 from trinity_dask.config.schema import Config, GroupConfig
 from trinity_dask.experience import Experience
-from trinity_dask.experience.payload import decode
-from trinity_dask.experience.schema import from_table
+from trinity_dask.experience.schema import decode, from_table
 from trinity_dask.explorer.schedule.scheduler import Scheduler
 from trinity_dask.explorer.schedule.tasks import BatchResult
 from trinity_dask.models.actor.actor import EngineActor

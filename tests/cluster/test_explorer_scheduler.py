@@ -28,7 +28,7 @@ from scheduler_stand import (
 
 from trinity_dask.cluster import call, start_actor
 from trinity_dask.demo.tokenizer import ascii_tokenizer
-from trinity_dask.experience.payload import decode
+from trinity_dask.experience.schema import decode
 from trinity_dask.explorer.schedule.scheduler import Scheduler
 from trinity_dask.explorer.schedule.tasks import Counts
 from trinity_dask.workflows import Task

@@ -46,7 +46,7 @@ def test_commit_lease_read_ack(tmp_path: Path) -> None:
         assert await buffer.ack(lease.lease_id) == 1
         stats = await buffer.stats()
         assert (stats["committed_rows"], stats["consumed_rows"], stats["queued_rows"]) == (3, 3, 0)
-        assert await buffer.last_manifest() == manifest
+        assert await buffer.manifests() == [manifest]
 
     run(scenario())
 

@@ -8,10 +8,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from trinity_dask.buffer.data.conversation import assistant_mask
-from trinity_dask.buffer.data.formats import FORMATTERS
+from trinity_dask.buffer.data.formats import FORMATTERS, assistant_mask
+from trinity_dask.buffer.data.row_file import RowFile
 from trinity_dask.buffer.errors import DataError, EndOfData
-from trinity_dask.buffer.store.row_files import RowFile, open_rows
 from trinity_dask.config.schema import ExperienceBufferConfig, FormatConfig, SelectorConfig
 from trinity_dask.experience import EID, RESPONSE_TRUNCATED, Experience
 from trinity_dask.experience.schema import from_table
@@ -257,7 +256,7 @@ def rows_of(path: Path, tokenizer: Any, schema: str, **kw: Any) -> RowFile:
         format=FormatConfig(apply_chat_template=False),
         data_selector=SelectorConfig("shuffle", 42),
     )
-    return open_rows(cfg, schema, tokenizer, **{"batch_size": 4, "total_epochs": 2, **kw})
+    return RowFile(cfg, tokenizer, schema=schema, **{"batch_size": 4, "total_epochs": 2, **kw})
 
 
 def drain(rows: RowFile, n: int) -> list[list[tuple[str, int, str | None]]]:

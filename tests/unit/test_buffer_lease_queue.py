@@ -118,7 +118,7 @@ class QueueLineage(RuleBasedStateMachine):
         committed = [(batch, row) for batch, rows in self.store for row in range(rows)]
         assert self.trained == Counter(committed)
         assert order == [row for row in committed if row in set(order)]  # first in, first out
-        assert self.queue.drained
+        assert self.queue.left_rows(None) == 0
 
 
 QueueLineage.TestCase.settings = settings(
@@ -182,7 +182,7 @@ def test_empty_batches_count_as_consumed_when_rows_are_leased() -> None:
     assert queue.lease(1) is None
     assert queue.consumed_batch == 2
     queue.close()
-    assert queue.drained
+    assert queue.left_rows(None) == 0
 
 
 def test_state_stays_small_over_many_batches() -> None:

@@ -9,11 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from trinity_dask.buffer.queue.lease_queue import LeaseQueue
-from trinity_dask.buffer.queue.priority import DecayLimitRandomization, LinearDecay
-from trinity_dask.buffer.queue.replay_queue import ReplayQueue
-from trinity_dask.buffer.queue.row_queue import Lease
-from trinity_dask.buffer.store.row_index import RowIndex
+from trinity_dask.buffer.queue.lease_queue import Lease, LeaseQueue
+from trinity_dask.buffer.queue.replay_queue import DecayLimitRandomization, LinearDecay, ReplayQueue
+from trinity_dask.buffer.store.manifest import RowIndex
 
 
 class Time:
@@ -256,6 +254,6 @@ def test_closing_hands_nothing_out_again_but_what_waits() -> None:
     assert batches_of(last) == [1]
     assert last is not None
     queue.ack(last.lease_id)
-    assert queue.drained
+    assert queue.left_rows(None) == 0
     with pytest.raises(ValueError, match="after the queue was closed"):
         queue.add(99, 1)

@@ -8,10 +8,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from trinity_dask.buffer.data.taskset_mix import SELECTOR_METRIC
-from trinity_dask.buffer.operators.operators import OPERATORS
+from trinity_dask.buffer.data.taskset import SELECTOR_METRIC
+from trinity_dask.buffer.operators.operators import OPERATORS, OverlongPenalty
 from trinity_dask.buffer.operators.pipeline import ExperiencePipeline
-from trinity_dask.buffer.operators.reward_operators import OverlongPenalty
 from trinity_dask.config.schema import OperatorConfig
 from trinity_dask.experience import EID, RESPONSE_TRUNCATED, Experience
 from trinity_dask.experience.schema import from_table, to_table

@@ -5,6 +5,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Coroutine
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ import pytest
 from trinity_dask.algorithm.sample_strategies import SAMPLE_STRATEGY
 from trinity_dask.buffer.errors import EndOfData
 from trinity_dask.buffer.experience_buffer import ExperienceBuffer
-from trinity_dask.buffer.operators.representative import representative_examples
-from trinity_dask.buffer.sample_strategy import Sample, expert_share, make_strategy
-from trinity_dask.buffer.store.row_index import RowIndex
+from trinity_dask.buffer.sample_strategy import (
+    Sample,
+    expert_share,
+    make_strategy,
+)
+from trinity_dask.buffer.store.manifest import RowIndex
 from trinity_dask.config.schema import (
     AlgorithmConfig,
     BufferConfig,
@@ -31,8 +35,7 @@ from trinity_dask.config.schema import (
 from trinity_dask.demo.tokenizer import ascii_tokenizer
 from trinity_dask.experience import EID, Experience
 from trinity_dask.experience.collate import collate
-from trinity_dask.experience.payload import decode
-from trinity_dask.experience.schema import from_table, to_table
+from trinity_dask.experience.schema import decode, from_table, to_table
 
 DEADLINE_S = 120.0
 WAIT_S = 60.0
@@ -392,25 +395,6 @@ def test_mix_explains_what_it_needs(tmp_path: Path, model: str) -> None:
         expert_share(0.9, 4)
 
 
-def test_the_worst_and_the_best_row_are_shown(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        strategy, buffer = await opened(config(tmp_path, 3))
-        await buffer.commit(1, group(1), {})
-        shown = await strategy.examples(await strategy.sample(1, WAIT_S))
-        assert [e.as_dict() for e in shown] == [
-            {"which": "min_reward", "prompt": "1", "response": "0", "reward": 0.0},
-            {"which": "max_reward", "prompt": "1", "response": "2", "reward": 2.0},
-        ]
-
-    run(scenario())
-    unscored = from_table(group(1))
-    for row in unscored:
-        row.reward = None
-    (only,) = representative_examples(to_table(unscored))
-    assert (only.which, only.reward) == ("random", None)
-    assert representative_examples(to_table([])) == []
-
-
 def test_a_store_without_an_index_is_read_for_it(tmp_path: Path) -> None:
     """Stores of an earlier version have no row index in their manifests."""
 
@@ -429,8 +413,8 @@ def test_the_row_index_knows_groups_and_versions() -> None:
     table = pa.concat_tables([group(1, 2, 4), group(1, 3, None, 1), group(1, 1, 6, 2)])
     found = RowIndex.of(table)
     assert (found.sizes, found.oldest, found.newest) == ((2, 3, 1), (4, -1, 6), (4, -1, 6))
-    assert RowIndex.from_meta({"row_index": found.to_meta()}, 6) == found
-    assert RowIndex.from_meta({"row_index": found.to_meta()}, 7) is None
+    assert RowIndex.from_meta({"row_index": asdict(found)}, 6) == found
+    assert RowIndex.from_meta({"row_index": asdict(found)}, 7) is None
     assert RowIndex.of(table.slice(1, 3)).sizes == (1, 2)
     tool = from_table(group(1, 1, 3))
     tool[0].versions = np.array([-1, 3], np.int32)  # the first token is no model's

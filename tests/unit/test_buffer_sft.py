@@ -8,9 +8,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from trinity_dask.buffer.data.sft_format import SFTFormatter
+from trinity_dask.buffer.data.formats import SFTFormatter
+from trinity_dask.buffer.data.row_file import RowFile
 from trinity_dask.buffer.errors import DataError, EndOfData
-from trinity_dask.buffer.store.row_files import RowFile
 from trinity_dask.config.schema import ExperienceBufferConfig, FormatConfig, SelectorConfig
 from trinity_dask.experience import EID, RESPONSE_TRUNCATED, Experience
 from trinity_dask.experience.schema import from_table
@@ -41,7 +41,8 @@ def example(
     tokenizer: Any, row: dict[str, Any], limit: int | None = None, **fmt: Any
 ) -> Experience:
     formatter = SFTFormatter(tokenizer, FormatConfig(**fmt), limit)
-    return formatter.format(row, EID(), "rows.jsonl, row 0")
+    (experience,) = formatter.format_unit(row, EID(), "rows.jsonl, row 0")
+    return experience
 
 
 def split(tokenizer: Any, exp: Experience) -> tuple[str, str]:

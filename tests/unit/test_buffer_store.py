@@ -276,7 +276,7 @@ def after(function):
     return call
 point = sys.argv[2]
 if point == "during data":
-    files._fsync_dir = die
+    files.fsync = die
 elif point == "before manifest":
     files.os.link = die
 elif point == "after manifest":

@@ -9,11 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity_dask.buffer.data.difficulty import DifficultySelector
 from trinity_dask.buffer.data.readers import RowReader
-from trinity_dask.buffer.data.selectors import make_selector
-from trinity_dask.buffer.data.taskset import Taskset
-from trinity_dask.buffer.data.taskset_mix import TasksetScheduler
+from trinity_dask.buffer.data.selectors import DifficultySelector, make_selector
+from trinity_dask.buffer.data.taskset import Taskset, TasksetScheduler
 from trinity_dask.buffer.errors import DataError, EndOfTasks
 from trinity_dask.config.schema import FormatConfig, SelectorConfig, TasksetConfig
 
@@ -193,7 +191,8 @@ def test_the_belief_of_the_difficulty_selector() -> None:
     assert selector.cap == pytest.approx(0.7449965, abs=1e-7)
     assert selector.alpha == pytest.approx([9.470393, 13.153596, 5.1408, 2.728], abs=1e-6)
     rates = [0.526133, 0.730755, 0.250039, 0.351546]
-    assert selector.pass_rates() == pytest.approx(rates, abs=1e-6)
+    beliefs = selector.alpha / (selector.alpha + selector.beta)
+    assert beliefs == pytest.approx(rates, abs=1e-6)
 
 
 def test_the_nearest_to_the_target_come_first_without_temperature() -> None:

@@ -6,8 +6,7 @@ import pyarrow as pa
 import pytest
 
 from trinity_dask.experience import EID, Experience
-from trinity_dask.experience.payload import decode, encode, encode_table
-from trinity_dask.experience.schema import SCHEMA, from_table
+from trinity_dask.experience.schema import SCHEMA, decode, encode, from_table
 
 
 def sample(n: int) -> list[Experience]:
@@ -57,4 +56,4 @@ def test_foreign_arrow_stream_is_refused() -> None:
 
 def test_encode_table_checks_the_schema() -> None:
     with pytest.raises(ValueError, match="lacks the columns"):
-        encode_table(pa.table({"a": [1]}), {})
+        encode(pa.table({"a": [1]}), {})

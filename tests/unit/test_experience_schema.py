@@ -1,6 +1,8 @@
 """Experience <-> Arrow: exact for every field, through slices, chunks and files."""
 
+import copy
 import math
+import pickle
 from dataclasses import fields
 from typing import Any
 
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from trinity_dask.experience import EID, RESPONSE_TRUNCATED, Experience
 from trinity_dask.experience.experience import RESPONSE_FIELDS
-from trinity_dask.experience.schema import SCHEMA, conform, from_table, to_table
+from trinity_dask.experience.schema import SCHEMA, LazyRows, conform, from_table, to_table
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 ID = st.one_of(st.integers(-(2**40), 2**40), TEXT)
@@ -151,3 +153,42 @@ def test_equal_looking_values_of_other_types_stay_apart_and_rows_share_no_dict()
     again[0].info["a"] = again[7].info["at"]["x"] = 5
     assert again[9].info == {"a": 1}
     assert again[10].info == {"at": {"x": 1}}
+
+
+def test_rows_that_say_the_same_share_nothing() -> None:
+    same: list[dict[str, Any]] = [{}, {"a": 1, "b": {"c": 2}}]
+    for value in same:
+        first, second = from_table(to_table([Experience(tokens=[1, 2], info=value)] * 2))
+        first.info["new"] = 1
+        first.info.get("b", {})["c"] = 3
+        assert second.info == value
+
+
+def test_rows_read_on_demand_convert_what_is_looked_at_and_no_more() -> None:
+    exps = [
+        Experience(tokens=[1, 2, 3], eid=EID(1, i), reward=float(i), response_text="x")
+        for i in range(4)
+    ]
+    table = to_table(exps)
+    rows = LazyRows(table)
+    third, first = rows.experiences[3], rows.experiences[1]
+    assert third.reward == 3.0
+    third.advantages = np.array([0.5, 0.5], np.float32)
+    third.info["seen"] = True
+    assert first.advantages is None
+    result = rows.to_table([third, first])
+    assert result.column("response_text").equals(table.column("response_text").take([3, 1]))
+    exps[3].advantages = np.array([0.5, 0.5], np.float32)
+    exps[3].info["seen"] = True
+    assert result.equals(to_table([exps[3], exps[1]]))
+
+
+def test_copies_of_rows_read_on_demand_are_plain_experiences() -> None:
+    rows = LazyRows(to_table([Experience(tokens=[1, 2, 3], eid=EID(1, i)) for i in range(2)]))
+    kept = rows.experiences[0]
+    for copied in (copy.copy(kept), copy.deepcopy(kept), pickle.loads(pickle.dumps(kept))):
+        assert type(copied) is Experience
+        copied.reward = 2.0
+        assert kept.reward is None
+        rewards = rows.to_table([kept, copied]).column("reward").to_pylist()
+        assert rewards == [None, 2.0]

@@ -8,7 +8,7 @@ import numpy as np
 
 from trinity_dask.config.schema import Config
 from trinity_dask.experience import EID, Experience
-from trinity_dask.experience.payload import encode
+from trinity_dask.experience.schema import encode
 from trinity_dask.explorer.coordinator import Processing
 
 

@@ -10,8 +10,7 @@ import pytest
 
 from trinity_dask.cluster.loop_watch import LoopWatch
 from trinity_dask.demo.tokenizer import ascii_tokenizer
-from trinity_dask.experience.payload import decode
-from trinity_dask.experience.schema import from_table
+from trinity_dask.experience.schema import decode, from_table
 from trinity_dask.explorer.rollout.workflow_runner import WorkflowRunner, run_bounded
 from trinity_dask.explorer.schedule.tasks import AttemptOutcome
 from trinity_dask.models.fake_engine import FakeEngine

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from trinity_dask.config.schema import MonitorConfig
 from trinity_dask.monitor import Monitor, load_metrics
-from trinity_dask.monitor.sinks import metrics_path
+from trinity_dask.monitor.history import metrics_path
 
 CFG = MonitorConfig(sinks=["jsonl"])
 

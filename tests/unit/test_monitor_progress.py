@@ -2,6 +2,7 @@
 
 import io
 import time
+from contextlib import closing
 
 import pytest
 from hypothesis import given
@@ -43,7 +44,7 @@ def show(status) -> str:
 
 def test_plain_mode_prints_a_line_per_change_and_none_without():
     stream = io.StringIO()
-    with Progress("auto", stream) as progress:
+    with closing(Progress("auto", stream)) as progress:
         progress.update(STATUS)
         progress.update({**STATUS, "version": 2, "in_flight": 3, "tokens_per_s": 1.0})
         progress.update({**STATUS, "step": 8})
@@ -78,7 +79,7 @@ def test_the_live_picture_shows_who_is_at_what_and_who_is_late():
 
 def test_text_of_others_is_printed_as_it_is():
     stream = io.StringIO()
-    with Progress("plain", stream) as progress:
+    with closing(Progress("plain", stream)) as progress:
         progress.update({**STATUS, "message": "reward [bold]x[/bold] [/oops]"})
     assert "[bold]x[/bold] [/oops]" in stream.getvalue()
 
@@ -142,7 +143,7 @@ def test_duration(seconds, text):
 def test_without_a_trainer_the_explorers_steps_are_lines():
     stream = io.StringIO()
     alone = {"state": "running", "mode": "explore", "step": None, "explorer_step": 1}
-    with Progress("plain", stream) as progress:
+    with closing(Progress("plain", stream)) as progress:
         for step in (1, 2, 2, 3):
             progress.update({**alone, "explorer_step": step})
     lines = stream.getvalue().splitlines()

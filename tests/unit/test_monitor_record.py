@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_dask.monitor.record import RESERVED, as_floats, decode_line, encode_line
+from trinity_dask.monitor.history import RESERVED, as_floats, decode_line, encode_line
 
 NAMES = st.text(min_size=1, max_size=20).filter(lambda name: name not in RESERVED)
 

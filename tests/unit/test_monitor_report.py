@@ -9,8 +9,7 @@ from rich.console import Console
 
 from trinity_dask.config.schema import MonitorConfig
 from trinity_dask.monitor import Monitor
-from trinity_dask.monitor.curves import write_curves
-from trinity_dask.monitor.report import bench_table, build_report, print_report
+from trinity_dask.monitor.report import bench_table, build_report, print_report, write_curves
 
 CFG = MonitorConfig(sinks=["jsonl"])
 

@@ -9,8 +9,7 @@ import pytest
 
 from trinity_dask.config.schema import MonitorConfig
 from trinity_dask.monitor import SINKS, Monitor, load_metrics
-from trinity_dask.monitor.background import BackgroundSink
-from trinity_dask.monitor.sinks import headline, register_sink
+from trinity_dask.monitor.sinks import BackgroundSink, headline, register_sink
 
 DEADLINE_S = 60.0
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from trainer_support import grpo_config, rows, save_tiny_model
 
 from trinity_dask.config.schema import OptimizerConfig
-from trinity_dask.experience.payload import encode
+from trinity_dask.experience.schema import encode
 from trinity_dask.models.protocol import WeightGroupSpec, WeightUpdate
 from trinity_dask.trainer.checkpoints.checkpoint import latest_complete, read_state
 from trinity_dask.trainer.ranks.rank import TrainerRank

@@ -32,8 +32,7 @@ from trinity_dask.algorithm import resolve_algorithm
 from trinity_dask.algorithm.aggregate import Denominator
 from trinity_dask.algorithm.value_loss import value_loss
 from trinity_dask.config.schema import Config, CriticConfig, OptimizerConfig
-from trinity_dask.experience.payload import encode
-from trinity_dask.experience.schema import to_table
+from trinity_dask.experience.schema import encode, to_table
 from trinity_dask.trainer.metrics import SILENT_STEPS, Alarms
 from trinity_dask.trainer.model.frozen import FrozenModel, load_reference, load_teacher
 from trinity_dask.trainer.model.value_model import ValueScorer, load_critic, load_value_model

@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file
 from trainer_support import grpo_config, rows, save_tiny_model
 
-from trinity_dask.experience.payload import encode
-from trinity_dask.experience.schema import from_table, to_table
+from trinity_dask.experience.schema import encode, from_table, to_table
 from trinity_dask.trainer.ranks.rank import TrainerRank
 from trinity_dask.trainer.sources import TrainInput, stale_metrics, without_stale
 

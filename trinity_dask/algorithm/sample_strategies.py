@@ -15,8 +15,8 @@ _MODULE = "trinity_dask.buffer.sample_strategy"
 SAMPLE_STRATEGY: Registry[Any] = Registry(
     "sample_strategy",
     {
-        "default": f"{_MODULE}:DefaultSampleStrategy",
-        "warmup": f"{_MODULE}:DefaultSampleStrategy",
+        "default": f"{_MODULE}:SampleStrategy",
+        "warmup": f"{_MODULE}:SampleStrategy",
         "staleness_control": f"{_MODULE}:StalenessControlSampleStrategy",
         "mix": f"{_MODULE}:MixSampleStrategy",
     },

@@ -11,23 +11,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import pyarrow as pa
 
+from trinity_dask.aio import Changes
 from trinity_dask.buffer.errors import EndOfData, StoreError
-from trinity_dask.buffer.queue.lease_queue import LeaseQueue
-from trinity_dask.buffer.queue.priority import PRIORITY_FNS
-from trinity_dask.buffer.queue.replay_queue import ReplayQueue
-from trinity_dask.buffer.queue.row_queue import Lease, RowQueue
+from trinity_dask.buffer.queue.lease_queue import Lease, LeaseQueue
+from trinity_dask.buffer.queue.replay_queue import PRIORITY_FNS, ReplayQueue
 from trinity_dask.buffer.store.experience_store import ExperienceStore
-from trinity_dask.buffer.store.manifest import Manifest, RowRef
-from trinity_dask.buffer.store.row_index import META_KEY, RowIndex
+from trinity_dask.buffer.store.manifest import INDEX_KEY, Manifest, RowIndex, RowRef
 from trinity_dask.config.schema import ExperienceBufferConfig
-from trinity_dask.experience.schema import check_schema
 from trinity_dask.registry import build
 
 log = logging.getLogger(__name__)
@@ -62,16 +57,16 @@ class ExperienceBuffer:
         self._cfg = cfg
         self._url = cfg.path
         self._store: ExperienceStore | None = None
-        self._queue: RowQueue = self._new_queue()
+        self._queue = self._new_queue()
         self._indices: dict[int | str, RowIndex] = {}
         self.foreign_rows = 0  # trained rows that came from elsewhere (expert rows)
         self._manifests: dict[int | str, Manifest] = {}
         self._committing: set[int | str] = set()
         self._closed = False
-        self._changed = asyncio.Condition()
+        self._changed = Changes()
         self._reserving = 0
 
-    def _new_queue(self) -> RowQueue:
+    def _new_queue(self) -> LeaseQueue | ReplayQueue:
         replay = self._cfg.replay_buffer
         if not replay.enable:
             return LeaseQueue()
@@ -102,8 +97,16 @@ class ExperienceBuffer:
         if lease_state is not None:
             queue.load_state_dict(lease_state)
             self.foreign_rows = int(lease_state.get("foreign_rows", 0))
-        self._check_lineage(queue, manifests)
-        self._indices = await asyncio.to_thread(self._read_indices, manifests)
+        lost = {str(b) for b in queue.consumed_batches()} - {str(m.batch_id) for m in manifests}
+        if lost:
+            raise StoreError(
+                f"the checkpoint has trained batches {', '.join(sorted(lost)[:5])} that are not in "
+                f"{self._url}: new batches of these ids would be taken for trained ones. "
+                "Restore the store, or start a new job directory."
+            )
+        self._indices = await asyncio.to_thread(
+            lambda: {m.batch_id: self._index_of(m) for m in manifests}
+        )
         for manifest in manifests:
             queue.add(manifest.batch_id, manifest.rows, self._indices[manifest.batch_id])
         self._queue = queue
@@ -122,43 +125,27 @@ class ExperienceBuffer:
         self._store.finish_commits()
         return self._store.manifests()
 
-    def _read_indices(self, manifests: list[Manifest]) -> dict[int | str, RowIndex]:
-        return {m.batch_id: self._read_index(m) for m in manifests}
-
-    def _read_index(self, manifest: Manifest) -> RowIndex:
+    def _index_of(self, manifest: Manifest) -> RowIndex:
         """From the manifest; from the rows themselves when an earlier version wrote it."""
         index = RowIndex.from_meta(manifest.meta, manifest.rows)
         if index is not None:
             return index
         try:
-            table = self.store.peek(manifest)
+            return RowIndex.of(self.store.read([manifest.ref()], skip_corrupt=False))
         except StoreError as error:  # the reader of the rows will stop on it or skip it
             log.warning("batch %r: its groups are unknown (%s)", manifest.batch_id, error)
             return RowIndex.unknown(manifest.rows)
-        return RowIndex.of(table)
-
-    def _check_lineage(self, queue: RowQueue, manifests: list[Manifest]) -> None:
-        lost = sorted(
-            {str(b) for b in queue.consumed_batches()} - {str(m.batch_id) for m in manifests}
-        )
-        if lost:
-            raise StoreError(
-                f"the checkpoint has trained batches {', '.join(lost[:5])} that are not in "
-                f"{self._url}: new batches of these ids would be taken for trained ones. "
-                "Restore the store, or start a new job directory."
-            )
 
     async def close_writes(self) -> None:
         """No batch will come any more; waiting leases learn it at once."""
-        async with self._changed:
-            self._closed = True
-            self._close_queue_if_quiet()
-            self._changed.notify_all()
+        self._closed = True
+        self._close_queue_if_quiet()
 
     def _close_queue_if_quiet(self) -> None:
         # a commit that is being written when writes close still counts
         if self._closed and not self._committing:
             self._queue.close()
+        self._changed.notify()
 
     # -- write ----------------------------------------------------------------------
 
@@ -172,67 +159,47 @@ class ExperienceBuffer:
             TimeoutError: there was no room for ``max_read_timeout_s`` seconds.
             StoreError: the batch could not be written; it does not exist.
         """
-        known = self._manifests.get(batch_id)
-        if known is not None:
-            return known
-        await self._reserve(batch_id)
-        written: tuple[Manifest, RowIndex] | None = None
-        try:
-            written = await asyncio.to_thread(self._write, batch_id, table, meta)
-        finally:
-            await self._settle(batch_id, written)
-        return written[0]
-
-    def _write(
-        self, batch_id: int | str, table: pa.Table, meta: dict[str, Any]
-    ) -> tuple[Manifest, RowIndex]:
-        check_schema(table)
-        meta = {**meta, META_KEY: RowIndex.of(table).to_meta()}
-        manifest = self.store.commit(batch_id, table, meta)
-        return manifest, self._read_index(manifest)  # an earlier commit may have won
-
-    async def _settle(self, batch_id: int | str, written: tuple[Manifest, RowIndex] | None) -> None:
-        async with self._changed:
-            if written is not None:
-                manifest, index = written
-                self._manifests[batch_id] = manifest
-                self._indices[batch_id] = index
-                self._queue.add(batch_id, manifest.rows, index)
-            self._committing.discard(batch_id)
-            self._close_queue_if_quiet()
-            self._changed.notify_all()
-
-    async def _reserve(self, batch_id: int | str) -> None:
+        if batch_id in self._manifests:
+            return self._manifests[batch_id]
         self._reserving += 1
         try:
-            free = await self._wait(lambda: self._has_room(batch_id), self._cfg.max_read_timeout_s)
+            timeout_s = self._cfg.max_read_timeout_s
+            free = await self._changed.until(lambda: self._has_room(batch_id), timeout_s)
         finally:
             self._reserving -= 1
-        if free:
-            return
-        raise TimeoutError(
-            f"batch {batch_id!r} waited {self._cfg.max_read_timeout_s:g} s for room in the "
-            f"experience buffer: {self._queue.unfinished_batches} batches are not trained yet "
-            f"(capacity_batches={self._cfg.capacity_batches}). Is the trainer alive?"
-        )
-
-    @property
-    def writes_blocked(self) -> bool:
-        """Whether a commit waits for room (for callers on the same loop)."""
-        return self._reserving > 0
+        if not free:
+            raise TimeoutError(
+                f"batch {batch_id!r} waited {timeout_s:g} s for room in the experience buffer: "
+                f"{self._queue.unfinished_batches} batches are not trained yet "
+                f"(capacity_batches={self._cfg.capacity_batches}). Is the trainer alive?"
+            )
+        self._committing.add(batch_id)
+        try:
+            index = await asyncio.to_thread(RowIndex.of, table)
+            meta = {**meta, INDEX_KEY: asdict(index)}
+            manifest = await asyncio.to_thread(self.store.commit, batch_id, table, meta)
+            # an earlier commit may have won
+            index = await asyncio.to_thread(self._index_of, manifest)
+            self._manifests[batch_id], self._indices[batch_id] = manifest, index
+            self._queue.add(batch_id, manifest.rows, index)
+        finally:
+            self._committing.discard(batch_id)
+            self._close_queue_if_quiet()
+        return manifest
 
     def _has_room(self, batch_id: int | str) -> bool:
-        """True, and the place is taken, when there is one."""
         if self._closed:
             raise RuntimeError(f"batch {batch_id!r} came after the experience buffer was closed")
         if batch_id in self._committing:
             return False
         used = self._queue.unfinished_batches + len(self._committing)
         bounded = self._queue.bounded_by_batches and batch_id not in self._manifests
-        if bounded and 0 < self._cfg.capacity_batches <= used:
-            return False
-        self._committing.add(batch_id)
-        return True
+        return not (bounded and 0 < self._cfg.capacity_batches <= used)
+
+    @property
+    def writes_blocked(self) -> bool:
+        """Whether a commit waits for room (for callers on the same loop)."""
+        return self._reserving > 0
 
     # -- read -----------------------------------------------------------------------
 
@@ -246,7 +213,8 @@ class ExperienceBuffer:
         """Lease ``n_rows`` rows, or the next batch for None; None after ``timeout_s``.
 
         ``min_version``: waiting groups with a token of an older model version are dropped
-        first. ``whole_groups``: more rows rather than a part of a group.
+        first. ``whole_groups``: more rows rather than a part of a group. A caller that is
+        cancelled has either taken nothing or got what it took.
 
         Raises:
             EndOfData: writes are closed and fewer rows are left (``left_rows``).
@@ -255,56 +223,50 @@ class ExperienceBuffer:
 
         def try_lease() -> bool:
             if min_version > 0 and self._queue.drop_older(min_version):
-                self._changed.notify_all()  # there may be room for a writer now
+                self._changed.notify()  # there may be room for a writer now
             lease = self._queue.lease(n_rows, whole_groups)
             if lease is not None:
                 taken.append(lease)
-            elif self._exhausted(n_rows):
-                raise EndOfData(self._queue.leasable_rows)
+            elif (left := self._queue.left_rows(n_rows)) is not None:
+                raise EndOfData(left)
             return lease is not None
 
-        await self._wait(try_lease, timeout_s)
-        return self._with_refs(taken[0]) if taken else None
+        # rows of a replay buffer also come back by the passing of time
+        if not await self._changed.until(try_lease, timeout_s, self._queue.next_change_s):
+            return None
+        (lease,) = taken
+        refs = tuple(self._manifests[b].ref(start, stop) for b, start, stop in lease.parts)
+        versions = tuple(
+            (oldest, newest, rows)
+            for batch_id, start, stop in lease.parts
+            for low, high, oldest, newest in self._indices[batch_id].groups()
+            if oldest >= 0 and (rows := min(high, stop) - max(low, start)) > 0
+        )
+        batches = tuple(dict.fromkeys(ref.batch_id for ref in refs))
+        return BufferLease(lease.lease_id, refs, lease.rows, batches, lease.use_counts, versions)
 
     def has_lease(self, n_rows: int | None) -> bool:
         """Whether :meth:`lease` would return rows at once (for callers on the same loop)."""
         return self._queue.can_lease(n_rows)
 
-    def _exhausted(self, n_rows: int | None) -> bool:
-        # leased rows may come back by a release, so they still count as available
-        if not self._queue.closed:
-            return False
-        if n_rows is None:
-            return self._queue.unfinished_batches == 0
-        return self._queue.leasable_rows + self._queue.returnable_rows < n_rows
-
-    def _with_refs(self, lease: Lease) -> BufferLease:
-        refs = tuple(self._manifests[b].ref(start, stop) for b, start, stop in lease.parts)
-        batches = tuple(dict.fromkeys(ref.batch_id for ref in refs))
-        versions = tuple(v for part in lease.parts for v in self._versions(*part))
-        return BufferLease(lease.lease_id, refs, lease.rows, batches, lease.use_counts, versions)
-
-    def _versions(
-        self, batch_id: int | str, start: int, stop: int
-    ) -> Iterator[tuple[int, int, int]]:
-        """Oldest and newest version, and rows, of the groups that overlap a range."""
-        for low, high, oldest, newest in self._indices[batch_id].groups():
-            rows = min(high, stop) - max(low, start)
-            if rows > 0 and oldest >= 0:
-                yield oldest, newest, rows
-
     async def ack(self, lease_id: int) -> int:
-        """The lease is trained. Returns the new :attr:`RowQueue.consumed_batch`."""
-        async with self._changed:
-            self._queue.ack(lease_id)
-            self._changed.notify_all()
+        """The lease is trained. Returns the largest batch up to which all are consumed.
+
+        Raises:
+            KeyError: an unknown lease, or one that was acknowledged or released before.
+        """
+        self._queue.ack(lease_id)
+        self._changed.notify()
         return self._queue.consumed_batch
 
     async def release(self, lease_id: int) -> None:
-        """The lease was not trained; its rows return to their place."""
-        async with self._changed:
-            self._queue.release(lease_id)
-            self._changed.notify_all()
+        """The lease was not trained; its rows return to their place.
+
+        Raises:
+            KeyError: as :meth:`ack`.
+        """
+        self._queue.release(lease_id)
+        self._changed.notify()
 
     # -- state ----------------------------------------------------------------------
 
@@ -312,12 +274,8 @@ class ExperienceBuffer:
         """What was trained or dropped, for the trainer's checkpoint."""
         return {**self._queue.state_dict(), "foreign_rows": self.foreign_rows}
 
-    async def last_manifest(self) -> Manifest | None:
-        """The last committed batch: the highest integer id, named batches after those."""
-        return max(self._manifests.values(), key=lambda m: m.sort_key, default=None)
-
     async def manifests(self) -> list[Manifest]:
-        """All committed batches, integer ids in numeric order."""
+        """All committed batches, integer ids in numeric order, named batches after those."""
         return sorted(self._manifests.values(), key=lambda m: m.sort_key)
 
     async def stats(self) -> dict[str, Any]:
@@ -337,23 +295,3 @@ class ExperienceBuffer:
             "consumed_batch": queue.consumed_batch,
             "closed": self._closed,
         }
-
-    async def _wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until ``ready()`` is true or ``timeout_s`` passed; says which.
-
-        ``ready`` runs in the caller's task and nothing is awaited after it was true, so
-        a cancelled caller has either taken nothing or got what it took.
-        """
-        clock = asyncio.get_running_loop().time
-        deadline = clock() + timeout_s
-        async with self._changed:
-            while not ready():
-                if clock() >= deadline:
-                    return False
-                # rows of a replay buffer also come back by the passing of time
-                change_s = self._queue.next_change_s()
-                wake = deadline if change_s is None else min(deadline, clock() + change_s)
-                with suppress(TimeoutError):
-                    async with asyncio.timeout_at(wake):
-                        await self._changed.wait()
-            return True

@@ -21,11 +21,10 @@ combine with each of them.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Optional, Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, Optional
 
 import numpy as np
 
@@ -36,10 +35,9 @@ from trinity_dask.algorithm.sample_strategies import (
     check_staleness,
 )
 from trinity_dask.algorithm.table import resolve_algorithm
-from trinity_dask.buffer.data.expert_rows import ExpertRows
+from trinity_dask.buffer.data.row_file import ExpertRows
 from trinity_dask.buffer.errors import EndOfData
 from trinity_dask.buffer.experience_buffer import BufferLease, ExperienceBuffer
-from trinity_dask.buffer.operators.representative import Example, representative_examples
 from trinity_dask.buffer.store.manifest import RowRef
 from trinity_dask.config.schema import Config
 from trinity_dask.registry import build
@@ -50,7 +48,7 @@ class Sample:
     """The rows of one train step: ``refs`` into the store first, then those of ``payload``.
 
     ``rows`` counts both, ``expert_rows`` those of the payload (bytes of
-    :mod:`trinity_dask.experience.payload`). ``rows`` is 0 for a batch whose rows were all
+    :mod:`trinity_dask.experience.schema`). ``rows`` is 0 for a batch whose rows were all
     filtered. ``metrics`` are of the leased rows (``sample/...``, ``time/read_experience``).
     Tokens of versions below ``min_version`` are not to be trained on.
     """
@@ -67,27 +65,13 @@ class Sample:
         return () if self.lease is None else self.lease.refs
 
 
-class SampleStrategy(Protocol):
-    """See the module's docstring. ``left_rows``: too few for another step, after the end."""
+class SampleStrategy:
+    """The default, and what a user's own must have; see the module's docstring.
 
-    progress: int
-    left_rows: int
+    ``buffer.train_batch_size`` rows in the buffer's order; None: a whole explorer batch.
 
-    async def prepare(self, state: Optional[dict[str, Any]]) -> None: ...
-
-    async def sample(self, step: int, timeout_s: float) -> Optional[Sample]: ...
-
-    async def done(self, sample: Sample) -> None: ...
-
-    async def release(self, sample: Sample) -> None: ...
-
-    async def state_dict(self) -> dict[str, Any]: ...
-
-    async def examples(self, sample: Sample) -> list[Example]: ...
-
-
-class DefaultSampleStrategy:
-    """``buffer.train_batch_size`` rows in the buffer's order; None: a whole explorer batch.
+    ``progress``: the explorer batch up to which all is through. ``left_rows``: too few for
+    another step, after the end.
 
     Args:
         cfg, buffer: of the run; the buffer is opened by :meth:`prepare`.
@@ -101,7 +85,11 @@ class DefaultSampleStrategy:
         self.progress = 0
         self.left_rows = 0
         self._buffer = buffer
-        self._whole_groups = _in_trainer(cfg) if whole_groups is None else whole_groups
+        self._whole_groups = (
+            resolve_algorithm(asdict(cfg.algorithm)).advantage_in_trainer
+            if whole_groups is None
+            else whole_groups
+        )
         self._rows = cfg.buffer.train_batch_size
 
     async def prepare(self, state: Optional[dict[str, Any]]) -> None:
@@ -109,16 +97,11 @@ class DefaultSampleStrategy:
         if state is not None and "experts" in state:  # saved under the strategy mix
             state = state["buffer"]
         await self._buffer.prepare(state)
-        await self._see_progress()
-
-    async def _see_progress(self) -> None:
         self.progress = (await self._buffer.stats())["consumed_batch"]
 
-    def _min_version(self, step: int) -> int:
-        return 0
-
-    def _leased_rows(self) -> Optional[int]:
-        return self._rows
+    def _oldest_versions(self, step: int) -> tuple[int, int]:
+        """Below the first, a version's groups are dropped; below the second, masked; 0: none."""
+        return 0, 0
 
     async def sample(self, step: int, timeout_s: float) -> Optional[Sample]:
         """The rows of train step ``step`` (from 1), or None after ``timeout_s`` seconds.
@@ -127,24 +110,20 @@ class DefaultSampleStrategy:
             EndOfData: no batch will come any more and too few rows are left.
         """
         started = time.perf_counter()
-        lease = await self._lease(step, timeout_s)
-        if lease is None:
-            return None
-        metrics = version_metrics(lease)
-        metrics["time/read_experience"] = time.perf_counter() - started
-        return Sample(lease, None, lease.rows, 0, metrics)
-
-    async def _lease(self, step: int, timeout_s: float) -> Optional[BufferLease]:
+        drop_below, mask_below = self._oldest_versions(step)
         try:
-            return await self._buffer.lease(
-                self._leased_rows(), timeout_s, self._min_version(step), self._whole_groups
-            )
+            lease = await self._buffer.lease(self._rows, timeout_s, drop_below, self._whole_groups)
         except EndOfData as end:
             self.left_rows = end.left_rows
             raise
         finally:
             # rows that were dropped as too old make progress without a training
-            await self._see_progress()
+            self.progress = (await self._buffer.stats())["consumed_batch"]
+        if lease is None:
+            return None
+        metrics = version_metrics(lease)
+        metrics["time/read_experience"] = time.perf_counter() - started
+        return Sample(lease, None, lease.rows, 0, metrics, mask_below)
 
     async def done(self, sample: Sample) -> None:
         """The rows are trained."""
@@ -160,15 +139,8 @@ class DefaultSampleStrategy:
         """What was trained or dropped, as JSON."""
         return await self._buffer.state_dict()
 
-    async def examples(self, sample: Sample) -> list[Example]:
-        """The rows with the lowest and the highest reward (a random one without rewards)."""
-        if not sample.refs:
-            return []
-        table = await asyncio.to_thread(self._buffer.store.read, sample.refs)
-        return representative_examples(table)
 
-
-class StalenessControlSampleStrategy(DefaultSampleStrategy):
+class StalenessControlSampleStrategy(SampleStrategy):
     """Leaves out what is too old: versions below max(step − max_staleness − 1, 0).
 
     With ``over_limit`` ``drop`` a group goes as a whole when one of its tokens is too old, and
@@ -189,21 +161,13 @@ class StalenessControlSampleStrategy(DefaultSampleStrategy):
         self.max_staleness = max_staleness
         self._masks = over_limit == "mask"
 
-    def _min_version(self, step: int) -> int:
-        return 0 if self._masks else self._oldest(step)
-
-    def _oldest(self, step: int) -> int:
+    def _oldest_versions(self, step: int) -> tuple[int, int]:
         limit = math.inf if self.max_staleness is None else self.max_staleness
-        return math.ceil(max(step - limit - 1, 0))
-
-    async def sample(self, step: int, timeout_s: float) -> Optional[Sample]:
-        sample = await super().sample(step, timeout_s)
-        if sample is None or not self._masks:
-            return sample
-        return replace(sample, min_version=self._oldest(step))
+        oldest = math.ceil(max(step - limit - 1, 0))
+        return (0, oldest) if self._masks else (oldest, 0)
 
 
-class MixSampleStrategy(DefaultSampleStrategy):
+class MixSampleStrategy(SampleStrategy):
     """Of each step's rows, ceil(ratio · train_batch_size) are an expert's, from a file.
 
     The file is the entry ``sft_dataset_name`` of ``buffer.trainer_input.auxiliary_buffers``,
@@ -226,16 +190,13 @@ class MixSampleStrategy(DefaultSampleStrategy):
                 "the expert's among them"
             )
         self._expert_rows = expert_share(expert_data_ratio, self._rows)
+        self._rows -= self._expert_rows
         self._experts = ExpertRows(cfg, sft_dataset_name)
 
     async def prepare(self, state: Optional[dict[str, Any]]) -> None:
         """Open buffer and file; continue both after ``state``."""
         await super().prepare(state)
         await self._experts.prepare((state or {}).get("experts"))
-
-    def _leased_rows(self) -> Optional[int]:
-        assert self._rows is not None
-        return self._rows - self._expert_rows
 
     async def sample(self, step: int, timeout_s: float) -> Optional[Sample]:
         # read first: a lease must not be lost to an error of the file
@@ -262,10 +223,6 @@ class MixSampleStrategy(DefaultSampleStrategy):
             "buffer": await super().state_dict(),
             "experts": self._experts.state_dict(),
         }
-
-
-def _in_trainer(cfg: Config) -> bool:
-    return resolve_algorithm(asdict(cfg.algorithm)).advantage_in_trainer
 
 
 def expert_share(ratio: float, rows: int) -> int:

@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -239,7 +239,7 @@ def follow(run: Run) -> int:
     before = {s: signal.signal(s, interrupts) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         run.start()
-        with Progress(run.cfg.monitor.progress) as progress:
+        with closing(Progress(run.cfg.monitor.progress)) as progress:
             status = run.status
             while status["state"] not in EXIT_CODES and interrupts.count < 2:
                 status = run.wait_for_change(int(status["version"]), REFRESH_S)

@@ -27,8 +27,7 @@ from trinity_dask.cluster.slots import ROLLOUT, RUNNER, engine_slot, slot_resour
 from trinity_dask.compat.remote import outside_client
 from trinity_dask.config.schema import Config
 from trinity_dask.experience import Experience
-from trinity_dask.experience.payload import decode, encode
-from trinity_dask.experience.schema import from_table
+from trinity_dask.experience.schema import decode, encode, from_table
 from trinity_dask.explorer.rollout.subtask import RunnerSettings, SubTaskSpec, run_subtask
 from trinity_dask.explorer.schedule.tasks import AttemptOutcome, RunError, Status
 from trinity_dask.explorer.task_stream import TasksetReader

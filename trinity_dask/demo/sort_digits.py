@@ -7,9 +7,7 @@ held-out prompts are disjoint, and a directory that carries the marker is comple
 from __future__ import annotations
 
 import json
-import os
-import secrets
-import shutil
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trinity_dask.demo.tokenizer import EOS_TOKEN, PAD_TOKEN, ascii_tokenizer
+from trinity_dask.files import read_json, replacing, write_json, write_text
 
 if TYPE_CHECKING:
     from trinity_dask.config.schema import Config
@@ -52,19 +51,16 @@ def prepare(cfg: Config, *, dir: str, **spec: Any) -> None:
     """
     wanted = _spec({"seed": cfg.seed, **spec})
     root = Path(dir)
-    if _is_complete(root, wanted):
+    if read_json(root / MARKER) == asdict(wanted):
         return
     root.mkdir(parents=True, exist_ok=True)
-    partial = root / f".partial-{secrets.token_hex(4)}"
-    partial.mkdir()
-    try:
-        write_model(wanted, partial / "model")
-        train, held_out = sort_rows(wanted)
-        _write_jsonl(partial / "train.jsonl", train)
-        _write_jsonl(partial / "eval.jsonl", held_out)
-        _publish(partial, root, wanted)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    train, held_out = sort_rows(wanted)
+    with replacing(root / "model", durable=False) as partial:
+        write_model(wanted, partial)
+        (root / MARKER).unlink(missing_ok=True)  # it comes back when every part is new
+    write_jsonl(root / "train.jsonl", train)
+    write_jsonl(root / "eval.jsonl", held_out)
+    write_json(root / MARKER, asdict(wanted))
 
 
 def sort_digits_reward(response: str, truth: str, finish_reason: str, **_: Any) -> float:
@@ -134,25 +130,5 @@ def _spec(values: dict[str, Any]) -> SortDigitsSpec:
     return spec
 
 
-def _is_complete(root: Path, spec: SortDigitsSpec) -> bool:
-    marker = root / MARKER
-    return marker.is_file() and json.loads(marker.read_text()) == asdict(spec)
-
-
-def _publish(partial: Path, root: Path, spec: SortDigitsSpec) -> None:
-    """Move the finished parts into place; the marker goes first and comes back last."""
-    (root / MARKER).unlink(missing_ok=True)
-    for part in sorted(partial.iterdir()):
-        target = root / part.name
-        if target.is_dir():
-            shutil.rmtree(target)
-        os.replace(part, target)
-    marker = partial / MARKER
-    marker.write_text(json.dumps(asdict(spec)))
-    os.replace(marker, root / MARKER)
-
-
-def _write_jsonl(path: Path, rows: list[dict[str, str]]) -> None:
-    with path.open("w") as file:
-        for row in rows:
-            file.write(json.dumps(row) + "\n")
+def write_jsonl(path: Path, rows: Iterable[dict[str, str]]) -> None:
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trinity_dask.demo import sort_digits
+from trinity_dask.demo.sort_digits import write_jsonl
+from trinity_dask.files import read_json, replacing
 
 if TYPE_CHECKING:
     from trinity_dask.config.schema import Config
@@ -40,10 +41,10 @@ def prepare(cfg: Config, *, dir: str, teacher_steps: int = 0, **spec: Any) -> No
     root = Path(dir)
     rows, held_out = (_read(root / name) for name in ("train.jsonl", "eval.jsonl"))
     seed = int(spec.get("seed", cfg.seed))
-    _write(root / "pairs.jsonl", pairs(rows, seed))
-    _write(root / "text.jsonl", ({"text": r["prompt"] + r["response"]} for r in rows))
-    _write(root / "pick.jsonl", moves(rows, seed))
-    _write(root / "pick_eval.jsonl", moves(held_out, seed))
+    write_jsonl(root / "pairs.jsonl", pairs(rows, seed))
+    write_jsonl(root / "text.jsonl", ({"text": r["prompt"] + r["response"]} for r in rows))
+    write_jsonl(root / "pick.jsonl", moves(rows, seed))
+    write_jsonl(root / "pick_eval.jsonl", moves(held_out, seed))
     if teacher_steps:
         _teacher(root, rows, teacher_steps, seed)
 
@@ -76,17 +77,12 @@ def _teacher(root: Path, rows: list[Row], steps: int, seed: int) -> None:
     """Train a copy of the demo's model on the rows; kept when it is there already."""
     marker = root / "teacher" / "TRAINED.json"
     wanted = {"steps": steps, "seed": seed, "rows": len(rows)}
-    if marker.is_file() and json.loads(marker.read_text()) == wanted:
+    if read_json(marker) == wanted:
         return
-    partial = root / f".teacher-{secrets.token_hex(4)}"
-    shutil.copytree(root / "model", partial)
-    try:
+    with replacing(root / "teacher", durable=False) as partial:
+        shutil.copytree(root / "model", partial)
         _train(partial, rows, steps, seed)
         (partial / marker.name).write_text(json.dumps(wanted))
-        shutil.rmtree(root / "teacher", ignore_errors=True)
-        os.replace(partial, root / "teacher")
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _train(path: Path, rows: list[Row], steps: int, seed: int) -> None:
@@ -122,9 +118,3 @@ def _train(path: Path, rows: list[Row], steps: int, seed: int) -> None:
 
 def _read(path: Path) -> list[Row]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def _write(path: Path, rows: Iterable[Row]) -> None:
-    partial = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
-    partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    os.replace(partial, path)

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from trinity_dask.experience.schema import check_lengths, column, list_values
+from trinity_dask.experience.schema import check_lengths, column, group_codes, list_values
 
 if TYPE_CHECKING:
     import torch
@@ -90,28 +90,6 @@ def _info_numbers(table: pa.Table, key: str) -> np.ndarray | None:
     return None if None in values else np.array(values, np.float32)
 
 
-def _group_index(table: pa.Table) -> np.ndarray:
-    """Index of each row's ``batch/task``, numbered in order of first appearance."""
-    tids = pc.binary_join_element_wise(column(table, "batch"), column(table, "task"), "/")
-    return tids.dictionary_encode().indices.to_numpy(zero_copy_only=False).astype(np.int64)
-
-
-def _refuse_pairs(table: pa.Table) -> None:
-    if column(table, "chosen").null_count < table.num_rows:
-        raise ValueError(
-            "collate takes experiences with one response each; this table holds preference "
-            "pairs (chosen/rejected)"
-        )
-
-
-def _optional_tensors(table: pa.Table, width: int, step: pa.Table) -> dict[str, np.ndarray]:
-    return {
-        key: _response_tensor(table, name, width, np.float32, 0.0)
-        for key, name in _IF_ALL_HAVE.items()
-        if column(step, name).null_count == 0
-    }
-
-
 def collate(
     table: pa.Table, pad_token_id: int, step: pa.Table | None = None
 ) -> dict[str, torch.Tensor | int]:
@@ -136,7 +114,11 @@ def collate(
     """
     import torch
 
-    _refuse_pairs(table)
+    if column(table, "chosen").null_count < table.num_rows:
+        raise ValueError(
+            "collate takes experiences with one response each; this table holds preference "
+            "pairs (chosen/rejected)"
+        )
     check_lengths(table)
     lengths = np.diff(list_values(column(table, "tokens"))[1])
     prompt = column(table, "prompt_length").to_numpy(zero_copy_only=False).astype(np.int64)
@@ -144,14 +126,16 @@ def collate(
     arrays = _sequence_tensors(table, prompt, width, pad_token_id)
     arrays["action_mask"] = _response_tensor(table, "action_mask", width, np.bool_, False)
     arrays["versions"] = _response_tensor(table, "versions", width, np.int32, UNKNOWN_VERSION)
-    arrays.update(_optional_tensors(table, width, table if step is None else step))
+    for key, name in _IF_ALL_HAVE.items():
+        if column(table if step is None else step, name).null_count == 0:
+            arrays[key] = _response_tensor(table, name, width, np.float32, 0.0)
     reward = pc.fill_null(column(table, "reward"), float("nan"))
     arrays["reward"] = reward.to_numpy(zero_copy_only=False).astype(np.float32)
     arrays["expert_mask"] = arrays["action_mask"] & flagged(table, "is_expert")[:, None]
     baselines = _info_numbers(table, "reward_baseline")
     if baselines is not None:
         arrays["reward_baselines"] = baselines
-    arrays["group"] = _group_index(table)
+    arrays["group"] = group_codes(table)
     for key, name in (("run", "run"), ("eid_step", "step")):
         arrays[key] = column(table, name).to_numpy(zero_copy_only=False).astype(np.int64)
     arrays["lengths"] = lengths

@@ -93,7 +93,11 @@ class Experience:
         self._check_response()
 
     def check(self) -> None:
-        """Raise ValueError when a field was changed to something that does not fit."""
+        """Check an experience that was changed.
+
+        Raises:
+            ValueError: an array's length does not fit, or the reward is no number.
+        """
         if not self.is_preference:
             self._check_response()
         if self.reward is not None and not np.isfinite(self.reward):

@@ -1,16 +1,19 @@
-"""The Arrow form of experiences: one row each, every field, exactly.
+"""The Arrow form of experiences: tables of one row each, and payloads between processes.
 
 Invariant: ``from_table(to_table(x)) == x`` for every field of every experience, whatever
-slice, chunking or file the table went through. Free-form fields (``info``, ``metrics``,
-``messages``, ``tools``) are JSON strings: numbers, strings, booleans, lists, dicts with
-string keys and ``None`` come back exactly; tuples come back as lists, numpy and torch
-values as plain numbers and lists.
+slice, chunking or file the table went through, and ``decode(encode(x, h))`` gives table and
+header again. Free-form fields (``info``, ``metrics``, ``messages``, ``tools``) are JSON
+strings: numbers, strings, booleans, lists, dicts with string keys and ``None`` come back
+exactly; tuples come back as lists, numpy and torch values as plain numbers and lists. A
+payload is one Arrow IPC stream with a JSON header: nothing in it is executed on decoding,
+and bytes that are not a payload are refused with a message, never half-read.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from itertools import pairwise, repeat
 from typing import Any
 
@@ -28,15 +31,18 @@ TEXT_FIELDS = ("truncate_status", "prompt_text", "response_text")
 JSON_FIELDS = ("info", "metrics")  # never null
 OPTIONAL_JSON_FIELDS = ("messages", "tools")
 
+_EID_SCHEMA = [
+    pa.field("batch", pa.string(), nullable=False),
+    pa.field("batch_is_int", pa.bool_(), nullable=False),
+    pa.field("task", pa.string(), nullable=False),
+    pa.field("task_is_int", pa.bool_(), nullable=False),
+    pa.field("run", pa.int64(), nullable=False),
+    pa.field("step", pa.int64(), nullable=False),
+    pa.field("suffix", pa.string(), nullable=False),
+]
 SCHEMA = pa.schema(
     [
-        pa.field("batch", pa.string(), nullable=False),
-        pa.field("batch_is_int", pa.bool_(), nullable=False),
-        pa.field("task", pa.string(), nullable=False),
-        pa.field("task_is_int", pa.bool_(), nullable=False),
-        pa.field("run", pa.int64(), nullable=False),
-        pa.field("step", pa.int64(), nullable=False),
-        pa.field("suffix", pa.string(), nullable=False),
+        *_EID_SCHEMA,
         pa.field("prompt_length", pa.int32(), nullable=False),
         pa.field("reward", pa.float64()),
         *(pa.field(n, pa.list_(_ARROW[t]), nullable=n != "tokens") for n, t in LIST_FIELDS.items()),
@@ -45,61 +51,85 @@ SCHEMA = pa.schema(
         *(pa.field(n, pa.string()) for n in OPTIONAL_JSON_FIELDS),
     ]
 )
+# the fields of an experience; each is the column of its name, eid is the first seven
+FIELDS = ("eid", *SCHEMA.names[len(_EID_SCHEMA) :])
 
 
-def _plain(value: Any) -> Any:
-    """The JSON form of a value that :mod:`json` does not know."""
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    if hasattr(value, "detach"):
-        return value.detach().cpu().tolist()
-    raise TypeError(f"a value of type {type(value).__name__}")
+# -- columns of experiences ---------------------------------------------------------------
+def to_table(experiences: Sequence[Experience]) -> pa.Table:
+    """The experiences as a table of :data:`SCHEMA`, in order.
+
+    Raises:
+        ValueError: a free-form field holds what JSON cannot, or text is not Unicode.
+    """
+    columns = {name: array for field in FIELDS for name, array in encoded(experiences, field)}
+    return pa.Table.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
 
 
-_encode_json = json.JSONEncoder(default=_plain, separators=(",", ":")).encode
+def from_table(table: pa.Table) -> list[Experience]:
+    """The experiences of a table made by :func:`to_table`, in order.
+
+    Arrays of one column are views of one writable buffer; rows do not overlap.
+
+    Raises:
+        ValueError: a column is missing or has another type, or lengths do not fit.
+    """
+    check_schema(table)
+    check_lengths(table)
+    # The checks of Experience were made above for all rows at once, so they are not
+    # repeated row by row: that is most of the time of a large table.
+    experiences = [Experience.__new__(Experience) for _ in range(table.num_rows)]
+    for name in FIELDS:
+        _put(experiences, name, decoded(table, name))
+    return experiences
 
 
-_SCALARS = frozenset((str, int, float, bool, type(None)))
+def encoded(experiences: Sequence[Experience], field: str) -> list[tuple[str, pa.Array]]:
+    """The columns of one field of every experience, by name. Raises as :func:`to_table`."""
+    values = [getattr(exp, field) for exp in experiences]
+    if field == "eid":
+        return _eid_columns(values)
+    if field in LIST_FIELDS:
+        return [(field, _list_column(values, LIST_FIELDS[field]))]
+    if field in JSON_FIELDS or field in OPTIONAL_JSON_FIELDS:
+        return [(field, _json_column(experiences, values, field))]
+    try:
+        return [(field, pa.array(values, SCHEMA.field(field).type))]
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{field} holds text that is not valid Unicode ({error}); "
+            "replace its lone surrogates before making the experience"
+        ) from error
 
 
-def _flat(value: Any, deeper: bool = True) -> bool:
-    """A dict of scalars and of dicts of scalars: its ``repr`` tells it from every other."""
-    if type(value) is not dict:
-        return False
-    for inner in value.values():
-        if type(inner) not in _SCALARS and not (deeper and _flat(inner, False)):
-            return False
-    return True
+def decoded(table: pa.Table, field: str) -> list[Any]:
+    """One field of every row, as an :class:`Experience` holds it."""
+    if field == "eid":
+        parts = {n: column(table, n).to_pylist() for n in SCHEMA.names[: len(_EID_SCHEMA)]}
+        batch, task = (
+            [int(text) if flag else text for text, flag in zip(parts[n], flags, strict=True)]
+            for n, flags in (("batch", parts["batch_is_int"]), ("task", parts["task_is_int"]))
+        )
+        return list(map(EID, batch, task, parts["run"], parts["step"], parts["suffix"]))
+    array = column(table, field)
+    if field in LIST_FIELDS:
+        return _rows_of_lists(array)
+    if field in JSON_FIELDS or field in OPTIONAL_JSON_FIELDS:
+        return _json_rows(array)
+    return array.to_pylist()
 
 
-def _copied(flat: dict[str, Any]) -> dict[str, Any]:
-    return {k: v.copy() if type(v) is dict else v for k, v in flat.items()}
-
-
-def _json_column(experiences: Sequence[Experience], name: str) -> pa.Array:
-    values: list[str | None] = []
-    known: dict[str, str] = {}  # the rows of a group mostly say the same
-    for exp in experiences:
-        value = getattr(exp, name)
-        try:
-            if value is None:
-                values.append(None)
-            elif _flat(value):
-                key = repr(value)
-                text = known.get(key)
-                if text is None:
-                    text = known[key] = _encode_json(value)
-                values.append(text)
-            else:
-                values.append(_encode_json(value))
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"experience {exp.eid}: {name} holds {error}, which JSON cannot; "
-                "use numbers, strings, booleans, lists, dicts and None"
-            ) from error
-    return pa.array(values, pa.string())
+def _eid_columns(eids: list[EID]) -> list[tuple[str, pa.Array]]:
+    columns = []
+    for name in ("batch", "task"):
+        ids = [getattr(eid, name) for eid in eids]
+        columns.append((name, pa.array([str(i) for i in ids], pa.string())))
+        flags = pa.array([not isinstance(i, str) for i in ids], pa.bool_())
+        columns.append((f"{name}_is_int", flags))
+    columns.append(("run", pa.array([eid.run for eid in eids], pa.int64())))
+    columns.append(("step", pa.array([eid.step for eid in eids], pa.int64())))
+    columns.append(("suffix", pa.array([eid.suffix for eid in eids], pa.string())))
+    return columns
 
 
 def _list_column(arrays: list[np.ndarray | None], dtype: type) -> pa.Array:
@@ -117,47 +147,86 @@ def _list_column(arrays: list[np.ndarray | None], dtype: type) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values, mask=mask)
 
 
-def _text_column(experiences: Sequence[Experience], name: str) -> pa.Array:
-    values = [getattr(exp, name) for exp in experiences]
-    try:
-        return pa.array(values, pa.string())
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{name} holds text that is not valid Unicode ({error}); "
-            "replace its lone surrogates before making the experience"
-        ) from error
+def _rows_of_lists(array: pa.Array) -> list[np.ndarray | None]:
+    if array.null_count == len(array):
+        return [None] * len(array)
+    values, offsets = list_values(array)
+    values = values.copy()  # Arrow memory is read-only; operators change experiences in place
+    rows: list[np.ndarray | None] = [values[a:b] for a, b in pairwise(offsets.tolist())]
+    if array.null_count:
+        valid = array.is_valid().to_pylist()
+        rows = [row if ok else None for row, ok in zip(rows, valid, strict=True)]
+    return rows
 
 
-def _eid_columns(eids: list[EID]) -> dict[str, pa.Array]:
-    columns: dict[str, pa.Array] = {}
-    for name in ("batch", "task"):
-        ids = [getattr(eid, name) for eid in eids]
-        columns[name] = pa.array([str(i) for i in ids], pa.string())
-        columns[f"{name}_is_int"] = pa.array([not isinstance(i, str) for i in ids], pa.bool_())
-    columns["run"] = pa.array([eid.run for eid in eids], pa.int64())
-    columns["step"] = pa.array([eid.step for eid in eids], pa.int64())
-    columns["suffix"] = pa.array([eid.suffix for eid in eids], pa.string())
-    return columns
+def plain(value: Any) -> Any:
+    """The JSON form of a value that :mod:`json` does not know."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if hasattr(value, "detach"):
+        return value.detach().cpu().tolist()
+    raise TypeError(f"a value of type {type(value).__name__}")
 
 
-def to_table(experiences: Sequence[Experience]) -> pa.Table:
-    """The experiences as a table of :data:`SCHEMA`, in order.
-
-    Raises:
-        ValueError: a free-form field holds what JSON cannot, or text is not Unicode.
-    """
-    columns = _eid_columns([exp.eid for exp in experiences])
-    columns["prompt_length"] = pa.array([exp.prompt_length for exp in experiences], pa.int32())
-    columns["reward"] = pa.array([exp.reward for exp in experiences], pa.float64())
-    for name, dtype in LIST_FIELDS.items():
-        columns[name] = _list_column([getattr(exp, name) for exp in experiences], dtype)
-    for name in TEXT_FIELDS:
-        columns[name] = _text_column(experiences, name)
-    for name in (*JSON_FIELDS, *OPTIONAL_JSON_FIELDS):
-        columns[name] = _json_column(experiences, name)
-    return pa.Table.from_arrays([columns[field.name] for field in SCHEMA], schema=SCHEMA)
+_encode_json = json.JSONEncoder(default=plain, separators=(",", ":")).encode
+_SCALARS = frozenset((str, int, float, bool, type(None)))
 
 
+def _flat(value: Any, deeper: bool = True) -> bool:
+    """A dict of scalars and of dicts of scalars: its ``repr`` tells it from every other."""
+    if type(value) is not dict:
+        return False
+    for inner in value.values():
+        if type(inner) not in _SCALARS and not (deeper and _flat(inner, False)):
+            return False
+    return True
+
+
+def _json_column(experiences: Sequence[Experience], values: list[Any], name: str) -> pa.Array:
+    texts: list[str | None] = []
+    known: dict[str, str] = {}  # the rows of a group mostly say the same
+    for exp, value in zip(experiences, values, strict=True):
+        try:
+            if value is None:
+                texts.append(None)
+            elif _flat(value):
+                key = repr(value)
+                text = known.get(key)
+                if text is None:
+                    text = known[key] = _encode_json(value)
+                texts.append(text)
+            else:
+                texts.append(_encode_json(value))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"experience {exp.eid}: {name} holds {error}, which JSON cannot; "
+                "use numbers, strings, booleans, lists, dicts and None"
+            ) from error
+    return pa.array(texts, pa.string())
+
+
+def _json_rows(array: pa.Array) -> list[Any]:
+    """Every row's own object; texts that repeat are parsed once where a copy is enough."""
+    known: dict[str, dict[str, Any]] = {}
+    rows: list[Any] = []
+    for text in array.to_pylist():
+        if text is not None and text not in known:
+            value = json.loads(text)
+            if not _flat(value):
+                rows.append(value)
+                continue
+            known[text] = value
+        flat = known.get(text)
+        if flat is None:
+            rows.append(None)
+        else:  # a copy of one level is enough
+            rows.append({k: v.copy() if type(v) is dict else v for k, v in flat.items()})
+    return rows
+
+
+# -- tables -------------------------------------------------------------------------------
 def column(table: pa.Table, name: str) -> pa.Array:
     """The named column as one array, chunks joined."""
     chunked = table.column(name)
@@ -174,44 +243,11 @@ def list_values(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     return array.flatten().to_numpy(zero_copy_only=False), offsets
 
 
-def _rows_of_lists(array: pa.Array) -> list[np.ndarray | None]:
-    if array.null_count == len(array):
-        return [None] * len(array)
-    values, offsets = list_values(array)
-    values = values.copy()  # Arrow memory is read-only; operators change experiences in place
-    rows: list[np.ndarray | None] = [values[a:b] for a, b in pairwise(offsets.tolist())]
-    if array.null_count:
-        valid = array.is_valid().to_pylist()
-        rows = [row if ok else None for row, ok in zip(rows, valid, strict=True)]
-    return rows
-
-
-def _ids(table: pa.Table, name: str) -> list[int | str]:
-    texts = column(table, name).to_pylist()
-    flags = column(table, f"{name}_is_int").to_pylist()
-    return [int(text) if flag else text for text, flag in zip(texts, flags, strict=True)]
-
-
-def _eids(table: pa.Table) -> list[EID]:
-    parts = (column(table, name).to_pylist() for name in ("run", "step", "suffix"))
-    return list(map(EID, _ids(table, "batch"), _ids(table, "task"), *parts))
-
-
-def _json_rows(array: pa.Array) -> list[Any]:
-    """Every row's own object; texts that repeat are parsed once where a copy is enough."""
-    known: dict[str, Any] = {}
-    rows = []
-    for text in array.to_pylist():
-        value = known.get(text)
-        if value is None and text is not None:
-            value = json.loads(text)
-            if _flat(value):
-                known[text] = value
-                value = _copied(value)
-        elif value is not None:
-            value = _copied(value)
-        rows.append(value)
-    return rows
+def group_codes(table: pa.Table) -> np.ndarray:
+    """Number of each row's ``batch/task``, by first appearance: int64 ``[rows]``."""
+    keys = (column(table, name) for name in ("batch", "task"))
+    joined = pc.binary_join_element_wise(*keys, "/")
+    return joined.dictionary_encode().indices.to_numpy(zero_copy_only=False).astype(np.int64)
 
 
 def conform(table: pa.Table) -> pa.Table:
@@ -249,40 +285,148 @@ def check_schema(table: pa.Table) -> None:
 
 def check_lengths(table: pa.Table) -> None:
     """Raise ``ValueError`` unless every response field has one value per response token."""
-    lengths = pc.list_value_length(column(table, "tokens"))
-    response = pc.subtract(lengths, column(table, "prompt_length"))
-    is_pair = pc.and_(pc.is_valid(column(table, "chosen")), pc.is_valid(column(table, "rejected")))
+    lengths = pc.list_value_length(table["tokens"])
+    response = pc.subtract(lengths, table["prompt_length"])
+    is_pair = pc.and_(pc.is_valid(table["chosen"]), pc.is_valid(table["rejected"]))
     for name in RESPONSE_FIELDS:
-        differs = pc.not_equal(pc.list_value_length(column(table, name)), response)
+        differs = pc.not_equal(pc.list_value_length(table[name]), response)
         if pc.any(pc.and_not(differs, is_pair), skip_nulls=True).as_py():
             raise ValueError(f"a row's {name} does not have one value per response token")
 
 
-def from_table(table: pa.Table) -> list[Experience]:
-    """The experiences of a table made by :func:`to_table`, in order.
+# -- experiences that are read from their table when they are looked at -------------------
+class LazyRows:
+    """The rows of one table as :attr:`experiences`, converted column by column on demand.
 
-    Arrays of one column are views of one writable buffer; rows do not overlap.
+    The first look at, or change of, a field of any of them converts that field of all rows;
+    :meth:`to_table` makes columns of the fields that were converted and takes the others
+    from the table. So a step that needs rewards costs nothing for tokens and texts.
 
     Raises:
-        ValueError: a column is missing or has another type, or lengths do not fit.
+        ValueError: as :func:`from_table`.
     """
+
+    def __init__(self, table: pa.Table) -> None:
+        check_schema(table)
+        check_lengths(table)
+        self._table = table
+        self.converted: set[str] = set()
+        rows = [_RowExperience.__new__(_RowExperience) for _ in range(table.num_rows)]
+        _put(rows, "source", repeat(self))
+        _put(rows, "row", range(table.num_rows))
+        self.experiences: list[Experience] = list(rows)
+
+    def convert(self, field: str) -> None:
+        """Give every row its value of ``field``. Raises AttributeError for another name."""
+        if field not in FIELDS:
+            raise AttributeError(f"an experience has no field {field!r}")
+        _put(self.experiences, field, decoded(self._table, field))
+        self.converted.add(field)
+
+    def to_table(self, experiences: Sequence[Experience]) -> pa.Table:
+        """``experiences``, some or all of these rows in any order, as a table.
+
+        Others among them (copies, new ones) cost a conversion of every field.
+        """
+        own = [e for e in experiences if type(e) is _RowExperience and e.source is self]
+        if len(own) < len(experiences):
+            return to_table(experiences)
+        rows = [exp.row for exp in own]
+        table = self._table
+        if rows != list(range(table.num_rows)):
+            table = table.take(pa.array(rows, pa.int64()))
+        columns = dict(zip(table.column_names, table.columns, strict=True))
+        for field in self.converted:
+            columns.update(encoded(experiences, field))
+        return pa.Table.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
+
+
+class _RowExperience(Experience):
+    """A row of :class:`LazyRows`. A copy of it is a plain :class:`Experience`."""
+
+    __slots__ = ("row", "source")
+    row: int
+    source: LazyRows | None
+
+    def __getattr__(self, name: str) -> Any:  # called where a slot has no value yet
+        if name == "source":
+            return None
+        if self.source is None:
+            raise AttributeError(f"an experience has no field {name!r}")
+        self.source.convert(name)
+        return getattr(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.source is not None and name not in self.source.converted:
+            self.source.convert(name)
+        object.__setattr__(self, name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Experience, tuple(getattr(self, name) for name in Experience.__match_args__)
+
+
+def _put(rows: Sequence[Experience], name: str, values: Iterable[Any]) -> None:
+    """Set an attribute of every row, past ``__setattr__``; a loop takes thrice as long."""
+    deque(map(getattr(_RowExperience, name).__set__, rows, values), maxlen=0)
+
+
+# -- payloads -----------------------------------------------------------------------------
+PAYLOAD_VERSION = b"1"
+_VERSION_KEY = b"trinity_dask.payload"
+_HEADER_KEY = b"trinity_dask.header"
+
+
+def encode(experiences: pa.Table | Iterable[Experience], header: dict[str, Any]) -> bytes:
+    """Experiences, or a table of them, and a JSON-able ``header`` as bytes; none are allowed.
+
+    Raises:
+        ValueError: as :func:`to_table`, or the table has another schema.
+    """
+    table = experiences if isinstance(experiences, pa.Table) else to_table(list(experiences))
     check_schema(table)
-    check_lengths(table)
-    columns: dict[str, Any] = {"eid": _eids(table)}
-    for name in ("prompt_length", "reward", *TEXT_FIELDS):
-        columns[name] = column(table, name).to_pylist()
-    for name in LIST_FIELDS:
-        columns[name] = _rows_of_lists(column(table, name))
-    for name in (*JSON_FIELDS, *OPTIONAL_JSON_FIELDS):
-        columns[name] = _json_rows(column(table, name))
-    return _build(columns, table.num_rows)
+    metadata = {_VERSION_KEY: PAYLOAD_VERSION, _HEADER_KEY: json.dumps(header).encode()}
+    table = table.replace_schema_metadata(metadata)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()
 
 
-def _build(columns: dict[str, Any], n_rows: int) -> list[Experience]:
-    # The checks of Experience were made above for all rows at once, so they are not
-    # repeated row by row: that is most of the time of a large table.
-    experiences = [Experience.__new__(Experience) for _ in repeat(None, n_rows)]
-    for name, values in columns.items():
-        for exp, value in zip(experiences, values, strict=True):
-            setattr(exp, name, value)
-    return experiences
+def decode(data: bytes | memoryview) -> tuple[pa.Table, dict[str, Any]]:
+    """Table and header of a payload; the table shares memory with ``data``.
+
+    Raises:
+        ValueError: ``data`` is not a payload, is cut short, or is of another version.
+    """
+    try:
+        reader = pa.ipc.open_stream(pa.py_buffer(data))
+        table = reader.read_all()
+    except (pa.ArrowInvalid, OSError, EOFError) as error:
+        raise ValueError(
+            f"not an experience payload: {len(data)} bytes are no complete Arrow stream ({error})"
+        ) from error
+    metadata = table.schema.metadata or {}
+    version = metadata.get(_VERSION_KEY)
+    if version != PAYLOAD_VERSION:
+        raise ValueError(
+            f"not an experience payload: version {version!r} in the Arrow stream, "
+            f"expected {PAYLOAD_VERSION!r}"
+        )
+    check_schema(table)
+    bare = table.replace_schema_metadata(None)
+    # a cast copies every column, and payloads of our own encode need none
+    bare = bare if bare.schema.equals(SCHEMA) else bare.cast(SCHEMA)
+    return bare, json.loads(metadata[_HEADER_KEY])
+
+
+def peek_header(data: bytes | memoryview) -> dict[str, Any]:
+    """The header of a payload; its rows are not read.
+
+    Raises:
+        ValueError: ``data`` is not a payload.
+    """
+    try:
+        with pa.ipc.open_stream(pa.py_buffer(data)) as stream:
+            return json.loads((stream.schema.metadata or {})[_HEADER_KEY])
+    except (pa.ArrowInvalid, KeyError) as error:
+        raise ValueError(f"not an experience payload: {error!r}") from error

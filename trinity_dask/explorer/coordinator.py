@@ -23,7 +23,7 @@ from trinity_dask.buffer.experience_buffer import ExperienceBuffer
 from trinity_dask.buffer.operators.pipeline import ExperiencePipeline
 from trinity_dask.config.schema import Config
 from trinity_dask.experience import PROMPT_TRUNCATED, RESPONSE_TRUNCATED
-from trinity_dask.experience.payload import decode
+from trinity_dask.experience.schema import decode
 from trinity_dask.explorer.batches import (
     EVAL,
     TRAIN,

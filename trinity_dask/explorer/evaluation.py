@@ -26,7 +26,7 @@ from trinity_dask.explorer.engine_weights import EngineWeights
 from trinity_dask.explorer.task_stream import TasksetReader
 from trinity_dask.files import read_json, write_json
 from trinity_dask.monitor.monitor import Monitor
-from trinity_dask.monitor.scores import BENCHMARK_FILE
+from trinity_dask.monitor.report import BENCHMARK_FILE
 from trinity_dask.trainer.checkpoints.checkpoint import complete_checkpoints, step_of
 
 log = logging.getLogger("trinity_dask.explorer")

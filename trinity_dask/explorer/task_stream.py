@@ -19,8 +19,7 @@ from dataclasses import asdict
 from typing import Any, Optional
 
 from trinity_dask.algorithm.table import resolve_algorithm
-from trinity_dask.buffer.data.taskset import Taskset
-from trinity_dask.buffer.data.taskset_mix import SELECTOR_METRIC, TasksetScheduler
+from trinity_dask.buffer.data.taskset import SELECTOR_METRIC, Taskset, TasksetScheduler
 from trinity_dask.buffer.errors import EndOfTasks
 from trinity_dask.config import modes
 from trinity_dask.config.schema import Config

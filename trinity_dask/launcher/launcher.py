@@ -18,7 +18,7 @@ from trinity_dask.files import read_json, write_json
 from trinity_dask.launcher.job_lock import JobLock, claims_of
 from trinity_dask.launcher.status import FINAL_STATES, StatusBoard, describe
 from trinity_dask.launcher.warm_up import WarmUp
-from trinity_dask.monitor.curves import write_curves
+from trinity_dask.monitor.report import write_curves
 from trinity_dask.registry import load_object
 
 if TYPE_CHECKING:

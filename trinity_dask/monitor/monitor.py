@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from trinity_dask.config.schema import MonitorConfig
+from trinity_dask.files import create_durably
 from trinity_dask.monitor import trackers  # noqa: F401  (registers its sinks)
-from trinity_dask.monitor.background import BackgroundSink
-from trinity_dask.monitor.history import last_incarnation
-from trinity_dask.monitor.record import as_floats
-from trinity_dask.monitor.sinks import SINKS, Sink, SinkContext
+from trinity_dask.monitor.history import as_floats, last_incarnation
+from trinity_dask.monitor.sinks import SINKS, BackgroundSink, Sink, SinkContext
 
 logger = logging.getLogger("trinity_dask.monitor")
 
@@ -55,7 +54,10 @@ class Monitor:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record metrics of a step. Values that are no numbers are named once and left out."""
         values, rejected = as_floats(metrics)
-        self._warn_rejected(rejected)
+        new = set(rejected) - self._rejected
+        if new:
+            self._rejected |= new
+            logger.warning("metrics left out, not numbers or reserved names: %s", sorted(new))
         if not values:
             return
         now = time.time()
@@ -121,12 +123,6 @@ class Monitor:
         # last, so that close() waits for the warning of a sink that is just failing
         self._sinks.pop(name, None)
 
-    def _warn_rejected(self, names: list[str]) -> None:
-        new = set(names) - self._rejected
-        if new:
-            self._rejected |= new
-            logger.warning("metrics left out, not numbers or reserved names: %s", sorted(new))
-
 
 def run_id(job_dir: Path) -> str:
     """The id under which trackers know this job: made once, kept in the job directory.
@@ -134,15 +130,9 @@ def run_id(job_dir: Path) -> str:
     A resumed job continues its tracker runs; a copied or restarted one gets new ones.
     """
     path = job_dir / "monitor" / "run_id"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with path.open("x") as file:
-            file.write(uuid.uuid4().hex[:12])
-    except FileExistsError:
-        pass
+    create_durably(path, uuid.uuid4().hex[:12].encode())  # unless another role was first
     text = path.read_text().strip()
-    if text:
-        return text
-    # a process killed between create and write left it empty
-    path.write_text(uuid.uuid4().hex[:12])
-    return path.read_text().strip()
+    if not text:  # a process of an earlier version was killed between create and write
+        text = uuid.uuid4().hex[:12]
+        path.write_text(text)
+    return text

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, TextIO
 
 from rich.console import Console, Group
@@ -44,7 +43,7 @@ RUNNER_FIELDS = frozenset(
 
 
 class Progress:
-    """Shows one status dict after another. Use as a context manager.
+    """Shows one status dict after another. Use it within ``contextlib.closing``.
 
     ``mode``: ``auto`` (live on a terminal, else plain), ``live``, ``plain``, ``off``.
     """
@@ -62,7 +61,10 @@ class Progress:
     def update(self, status: Status) -> None:
         """Show ``status``; call it as often as there is news."""
         if self._mode == "live":
-            self._draw(status)
+            if self._live is None:
+                self._live = Live(console=self._console, auto_refresh=False, transient=False)
+                self._live.start()
+            self._live.update(panel(status), refresh=True)
         elif self._mode == "plain":
             self._print(status)
 
@@ -71,23 +73,6 @@ class Progress:
         if self._live is not None:
             self._live.stop()
             self._live = None
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def _draw(self, status: Status) -> None:
-        if self._live is None:
-            self._live = Live(console=self._console, auto_refresh=False, transient=False)
-            self._live.start()
-        self._live.update(panel(status), refresh=True)
 
     def _print(self, status: Status) -> None:
         # `version` also counts changes of in-flight numbers: too many lines
@@ -128,7 +113,9 @@ def panel(status: Status) -> Group:
     bar_line = Table.grid()  # a bare bar does not end its line
     bar_line.add_row(bar)
     grid = Table.grid(padding=(0, 2))
-    for name, value in [*figures(status), *counters(status)]:
+    names = ("accounts", "failures", "workers", "late_workers")
+    counters = [(name, counts_text(status[name])) for name in names if status.get(name)]
+    for name, value in [*figures(status), *counters]:
         grid.add_row(Text(name, style="dim"), Text(value))
     rows: list[Any] = [title, bar_line, grid]
     if status.get("runners"):
@@ -140,24 +127,21 @@ def panel(status: Status) -> Group:
 
 def figures(status: Status) -> list[tuple[str, str]]:
     """Name and text of what says how the run is doing."""
+    unknown = status.get("queue_batches") is None and status.get("queue_rows") is None
+    batches, rows_queued = number(status.get("queue_batches")), number(status.get("queue_rows"))
     rows = [
         ("explorer step", number(status.get("explorer_step"))),
         ("model version", number(status.get("model_version"))),
         ("reward", number(status.get("reward"))),
     ]
-    rows += [(short_eval(n), number(v)) for n, v in (status.get("eval") or {}).items()]
+    for name, value in (status.get("eval") or {}).items():
+        rows.append((name if name.startswith("eval") else f"eval {name}", number(value)))
     rows += [
         ("tokens/s", number(status.get("tokens_per_s"))),
         ("in flight", number(status.get("in_flight"))),
-        ("queue", queue_text(status)),
+        ("queue", "-" if unknown else f"{rows_queued} rows, batches {batches}"),
     ]
     return rows
-
-
-def counters(status: Status) -> list[tuple[str, str]]:
-    """Name and text of the accounts, failures and workers that are not empty."""
-    names = ("accounts", "failures", "workers", "late_workers")
-    return [(name, counts_text(status[name])) for name in names if status.get(name)]
 
 
 def runner_table(runners: Sequence[Mapping[str, Any]]) -> Table:
@@ -199,17 +183,6 @@ def step_text(status: Status) -> str:
     step = status.get("step")
     total = status.get("total_steps")
     return f"{number(step)}/{number(total)}" if total else number(step)
-
-
-def queue_text(status: Status) -> str:
-    if status.get("queue_batches") is None and status.get("queue_rows") is None:
-        return "-"
-    batches, rows = number(status.get("queue_batches")), number(status.get("queue_rows"))
-    return f"{rows} rows, batches {batches}"
-
-
-def short_eval(name: str) -> str:
-    return name if name.startswith("eval") else f"eval {name}"
 
 
 def number(value: Any) -> str:

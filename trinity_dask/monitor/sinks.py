@@ -1,7 +1,9 @@
-"""Where metrics go: the sink protocol, its registry, and the two sinks that need nothing.
+"""Where metrics go: what a sink is, its registry, the two sinks that need nothing, threads.
 
 Invariant: a sink is used by one thread at a time, and may raise; the
-:class:`~trinity_dask.monitor.monitor.Monitor` above it decides what an error means.
+:class:`~trinity_dask.monitor.monitor.Monitor` above it decides what an error means. Behind a
+:class:`BackgroundSink` the caller never waits for the sink, not even for its start or its
+close (beyond the stated deadline); what does not fit into the queue is dropped and counted.
 """
 
 from __future__ import annotations
@@ -9,15 +11,21 @@ from __future__ import annotations
 import json
 import logging
 import os
+import queue
 import re
+import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from trinity_dask.monitor.record import encode_line
+from trinity_dask.monitor.history import encode_line, metrics_path
 
 logger = logging.getLogger("trinity_dask.monitor")
+
+QUEUE_LENGTH = 10_000
+CLOSE_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -37,16 +45,22 @@ class SinkContext:
     args: dict[str, Any] = field(default_factory=dict)
 
 
-class Sink(Protocol):
-    """A destination. ``blocking`` sinks (network, foreign code) get a thread of their own."""
+class Sink:
+    """A destination. ``blocking`` sinks (network, foreign code) get a thread of their own.
 
-    blocking: bool
+    One that cannot show tables, or has nothing to close, leaves these methods out.
+    """
 
-    def log(self, time_s: float, step: int, metrics: Mapping[str, float]) -> None: ...
+    blocking = True
 
-    def log_table(self, name: str, rows: list[dict[str, Any]], step: int) -> None: ...
+    def log(self, time_s: float, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of a step. ``time_s`` in Unix seconds."""
 
-    def close(self) -> None: ...
+    def log_table(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
+        """Record a table under a name."""
+
+    def close(self) -> None:
+        """Write what is kept back; nothing is logged after it."""
 
 
 SinkFactory = Callable[[SinkContext], Sink]
@@ -80,7 +94,7 @@ def headline(metrics: Mapping[str, float], limit: int = 8) -> str:
 
 
 @register_sink("console")
-class ConsoleSink:
+class ConsoleSink(Sink):
     """One log line per step, in the process's own log."""
 
     blocking = False
@@ -93,9 +107,6 @@ class ConsoleSink:
 
     def log_table(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
         logger.info("%s step %d: table %s, %d rows", self._role, step, name, len(rows))
-
-    def close(self) -> None:
-        pass
 
 
 def append_text(path: Path, text: str) -> None:
@@ -119,7 +130,7 @@ def end_partial_line(path: Path) -> None:
 
 
 @register_sink("jsonl")
-class JsonlSink:
+class JsonlSink(Sink):
     """``<job>/monitor/metrics.jsonl`` and ``<job>/monitor/tables/<name>.jsonl``."""
 
     blocking = False
@@ -143,10 +154,63 @@ class JsonlSink:
         lines = [json.dumps({"step": step, **row}, default=str) + "\n" for row in rows]
         append_text(path, "".join(lines))
 
-    def close(self) -> None:
-        pass
 
+class BackgroundSink:
+    """Runs ``make()`` and every call on the sink it returns in one daemon thread.
 
-def metrics_path(job_dir: str | Path) -> Path:
-    """The metrics file of a job directory."""
-    return Path(job_dir) / "monitor" / "metrics.jsonl"
+    ``on_error`` is called once, from that thread, with the first exception; after it the
+    sink is dead and ignores everything it is given.
+    """
+
+    blocking = False
+
+    def __init__(
+        self, name: str, make: Callable[[], Sink], on_error: Callable[[Exception], None]
+    ) -> None:
+        self.dropped = 0
+        self.dead = False
+        self._make = make
+        self._on_error = on_error
+        self._queue: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(QUEUE_LENGTH)
+        # daemon: a sink that hangs in its close must not keep the process alive
+        self._thread = threading.Thread(target=self._run, name=f"sink-{name}", daemon=True)
+        self._thread.start()
+
+    def log(self, *args: Any, method: str = "log") -> None:
+        if self.dead:
+            return
+        try:
+            self._queue.put_nowait((method, args))
+        except queue.Full:
+            self.dropped += 1
+
+    def log_table(self, *args: Any) -> None:
+        self.log(*args, method="log_table")
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Drain, close, and wait for it at most ``timeout_s``.
+
+        Raises:
+            TimeoutError: the sink did not finish in time; it is left to its thread.
+        """
+        deadline = time.monotonic() + timeout_s
+        try:
+            if not self.dead:
+                self._queue.put(("close", ()), timeout=timeout_s)
+        except queue.Full:
+            raise TimeoutError(f"its queue stayed full for {timeout_s:.0f} s") from None
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive():
+            raise TimeoutError(f"it did not close within {timeout_s:.0f} s")
+
+    def _run(self) -> None:
+        try:
+            sink = self._make()
+            while True:
+                method, args = self._queue.get()
+                getattr(sink, method)(*args)
+                if method == "close":
+                    return
+        except Exception as error:
+            self.dead = True
+            self._on_error(error)

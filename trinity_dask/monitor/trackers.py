@@ -10,35 +10,27 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from trinity_dask.monitor.sinks import SinkContext, register_sink
+from trinity_dask.monitor.sinks import Sink, SinkContext, register_sink
 
 
 @register_sink("tensorboard")
-class TensorBoardSink:
+class TensorBoardSink(Sink):
     """``<job>/monitor/tensorboard/<role>``; tables are not shown."""
-
-    blocking = True
 
     def __init__(self, context: SinkContext) -> None:
         self._context = context
         self._writer: Any = None
 
-    def _open(self, step: int) -> Any:
-        from torch.utils.tensorboard import SummaryWriter
-
-        directory = self._context.job_dir / "monitor" / "tensorboard" / self._context.role
-        # a resumed run repeats steps that the killed one had logged after its checkpoint
-        purge_step = step if self._context.incarnation > 1 else None
-        return SummaryWriter(str(directory), purge_step=purge_step, flush_secs=10)
-
     def log(self, time_s: float, step: int, metrics: Mapping[str, float]) -> None:
         if self._writer is None:
-            self._writer = self._open(step)
+            from torch.utils.tensorboard import SummaryWriter
+
+            directory = self._context.job_dir / "monitor" / "tensorboard" / self._context.role
+            # a resumed run repeats steps that the killed one had logged after its checkpoint
+            purge_step = step if self._context.incarnation > 1 else None
+            self._writer = SummaryWriter(str(directory), purge_step=purge_step, flush_secs=10)
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step, walltime=time_s)
-
-    def log_table(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
-        pass
 
     def close(self) -> None:
         if self._writer is not None:
@@ -46,14 +38,12 @@ class TensorBoardSink:
 
 
 @register_sink("wandb")
-class WandbSink:
+class WandbSink(Sink):
     """One run per role, continued by id after a resume.
 
     ``sink_args.wandb`` goes to ``wandb.init`` (``entity``, ``mode``, ``tags`` ...).
     Metrics are plotted over their own ``step``, so a late eval is not lost.
     """
-
-    blocking = True
 
     def __init__(self, context: SinkContext) -> None:
         import wandb
@@ -89,14 +79,12 @@ class WandbSink:
 
 
 @register_sink("mlflow")
-class MlflowSink:
+class MlflowSink(Sink):
     """One run per role in the experiment named by ``project``.
 
     ``sink_args.mlflow.tracking_uri`` (default: MLflow's own, from its environment
     variable) and ``experiment`` are the only arguments.
     """
-
-    blocking = True
 
     def __init__(self, context: SinkContext) -> None:
         from mlflow.tracking import MlflowClient
@@ -108,25 +96,23 @@ class MlflowSink:
             raise ValueError(
                 f"unknown sink_args.mlflow {sorted(args)}; there are tracking_uri, experiment"
             )
-        self._run = self._find_or_create(self._experiment(name), context)
-
-    def _experiment(self, name: str) -> str:
         experiment = self._client.get_experiment_by_name(name)
-        return experiment.experiment_id if experiment else self._client.create_experiment(name)
-
-    def _find_or_create(self, experiment_id: str, context: SinkContext) -> str:
+        experiment_id = (
+            experiment.experiment_id if experiment else self._client.create_experiment(name)
+        )
         key = f"{context.run_id}-{context.role}"
         found = self._client.search_runs([experiment_id], f"tags.trinity_dask_run = '{key}'")
         if found:
-            return found[0].info.run_id
+            self._run = found[0].info.run_id
+            return
         run = self._client.create_run(
             experiment_id,
             run_name=f"{context.run_name}_{context.role}",
             tags={"trinity_dask_run": key},
         )
+        self._run = run.info.run_id
         for name, value in _flatten(context.config):
-            self._client.log_param(run.info.run_id, name, str(value)[:500])
-        return run.info.run_id
+            self._client.log_param(self._run, name, str(value)[:500])
 
     def log(self, time_s: float, step: int, metrics: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
@@ -136,8 +122,9 @@ class MlflowSink:
         self._client.log_batch(self._run, metrics=batch)
 
     def log_table(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
+        cells = [{key: _cell(value) for key, value in row.items()} for row in rows]
         self._client.log_dict(
-            self._run, {"rows": _cells(rows)}, f"tables/{_mlflow_name(name)}-{step}.json"
+            self._run, {"rows": cells}, f"tables/{_mlflow_name(name)}-{step}.json"
         )
 
     def close(self) -> None:
@@ -162,7 +149,3 @@ def _flatten(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any
 
 def _cell(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
-
-
-def _cells(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: _cell(value) for key, value in row.items()} for row in rows]

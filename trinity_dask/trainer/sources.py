@@ -17,14 +17,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from trinity_dask.algorithm.table import AlgorithmSpec, resolve_algorithm
+from trinity_dask.buffer.data.row_file import RowFile
 from trinity_dask.buffer.errors import EndOfData
 from trinity_dask.buffer.experience_buffer import ExperienceBuffer
 from trinity_dask.buffer.sample_strategy import Sample, make_strategy
 from trinity_dask.buffer.store.experience_store import ExperienceStore
 from trinity_dask.buffer.store.manifest import RowRef
-from trinity_dask.buffer.store.row_files import RowFile, open_rows
 from trinity_dask.config.schema import Config
-from trinity_dask.experience.payload import decode, encode_table
+from trinity_dask.experience.schema import decode, encode
 from trinity_dask.models.tokenizer import load_tokenizer
 from trinity_dask.registry import load_plugins
 
@@ -34,7 +34,7 @@ SLICE_S = 1.0  # how long one wait for rows lasts before the caller can look aro
 # on the ranks -------------------------------------------------------------------------
 @dataclass(frozen=True)
 class TrainInput:
-    """Rows by reference into a store, then rows by value (of ``experience.payload``).
+    """Rows by reference into a store, then rows by value (of ``experience.schema``).
 
     Tokens of versions below ``min_version`` are masked; a row of unknown versions is not.
     """
@@ -233,10 +233,10 @@ class FileSource:
 
     def _open(self) -> RowFile:
         cfg = self._cfg
-        return open_rows(
+        return RowFile(
             cfg.buffer.trainer_input.experience_buffer,
-            self._schema,
             load_tokenizer(cfg.model.model_path),
+            schema=self._schema,
             batch_size=self._rows,
             total_epochs=cfg.buffer.total_epochs,
             total_steps=cfg.trainer.total_steps or cfg.buffer.total_steps,
@@ -277,7 +277,7 @@ class FileSource:
 
 
 def _payload_feed(table: pa.Table) -> Feed:
-    return Feed(TrainInput(payload=encode_table(table, {})), table.num_rows)
+    return Feed(TrainInput(payload=encode(table, {})), table.num_rows)
 
 
 def open_source(cfg: Config, buffer: Optional[ExperienceBuffer]) -> Source:

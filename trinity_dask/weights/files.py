@@ -23,8 +23,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
+from trinity_dask.files import replacing
 from trinity_dask.models.protocol import TensorMeta, WeightUpdate
 from trinity_dask.weights.checksum import Digest
 
@@ -68,17 +70,12 @@ def write_safetensors(
     """
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named}
     header = layout_of(tensors).header
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    partial = f"{path}.{secrets.token_hex(4)}.partial"
-    try:
-        with ThreadPoolExecutor(1, "digest") as beside:  # the kernel copies meanwhile
-            digest = beside.submit(_digest, tensors)
-            _write(partial, header, tensors.values(), durable)
-        os.replace(partial, path)
-    except BaseException:
-        if os.path.exists(partial):
-            os.unlink(partial)
-        raise
+    with (
+        replacing(Path(path), durable) as partial,
+        ThreadPoolExecutor(1, "digest") as beside,  # the kernel copies meanwhile
+    ):
+        digest = beside.submit(_digest, tensors)
+        _write(partial, header, tensors.values())
     return digest.result()
 
 
@@ -173,15 +170,13 @@ def _entries(header: bytes) -> list[tuple[TensorMeta, torch.dtype, int, int]]:
     return sorted(found, key=lambda entry: entry[2:])
 
 
-def _write(path: str, header: bytes, tensors: Iterable[torch.Tensor], durable: bool) -> None:
+def _write(path: Path, header: bytes, tensors: Iterable[torch.Tensor]) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         _write_all(fd, memoryview(header))
         for tensor in tensors:
             if tensor.numel():
                 _write_all(fd, _bytes_of(tensor))
-        if durable:
-            os.fsync(fd)
     finally:
         os.close(fd)
 

@@ -1,34 +1,167 @@
-"""The formats of training rows by the name of the algorithm's schema.
+"""Training rows as experiences: the formats by the name of the algorithm's schema.
 
-Invariant: a formatter turns one row of a file into ``rows_per_unit`` experiences, always.
+Invariant: a formatter turns one row of a file into ``rows_per_unit`` experiences, always. The
+prompt ids of a row are the ids that the same prompt has at sampling time, and the response
+ids follow them directly; a token is learned when the assistant would have sampled it, and
+only then. Every turn's ids are a continuation of the ids of the turns before it; where a
+chat template breaks this, an error says so instead of a mask that is shifted.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import json
+from collections.abc import Sequence
+from typing import Any
 
-from trinity_dask.buffer.data.conversation import Ids, parse_messages
-from trinity_dask.buffer.data.row_format import RowFormatter
-from trinity_dask.buffer.data.sft_format import SFTFormatter
+import numpy as np
+
 from trinity_dask.buffer.errors import DataError
-from trinity_dask.experience import EID, Experience
+from trinity_dask.config.schema import FormatConfig
+from trinity_dask.experience import EID, RESPONSE_TRUNCATED, Experience
 from trinity_dask.registry import Registry
 
-
-class Formatter(Protocol):
-    """Constructed with ``(tokenizer, FormatConfig, max_tokens)``."""
-
-    rows_per_unit: int
-    truncated_rows: int
-
-    @property
-    def columns(self) -> list[str]: ...
-
-    def format_unit(self, row: dict[str, Any], eid: EID, where: str) -> list[Experience]: ...
+Ids = list[int]
+Messages = list[dict[str, Any]]
 
 
 FORMATTERS: Registry[Any] = Registry("schema of training rows")
-FORMATTERS.register_module("sft")(SFTFormatter)
+
+
+class RowFormatter:
+    """What all formats share: the tokenizer, the prompt and the length limit.
+
+    A format has ``columns`` (those that every row needs), ``rows_per_unit`` and
+    ``format_unit(row, eid, where)``, the experiences of one row.
+
+    ``max_tokens`` cuts longer rows at the end and marks them."""
+
+    rows_per_unit = 1
+
+    def __init__(self, tokenizer: Any, fmt: FormatConfig, max_tokens: int | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.fmt = fmt
+        self.max_tokens = max_tokens
+        if fmt.append_eos and tokenizer.eos_token_id is None:
+            raise DataError("append_eos is on, but the tokenizer has no end-of-sequence token")
+
+    def _prompt(self, row: dict[str, Any]) -> Ids:
+        """The prompt column, through the chat template up to where the assistant begins."""
+        question = str(row[self.fmt.prompt_key])
+        if not self.fmt.apply_chat_template:
+            return list(self.tokenizer.encode(question, add_special_tokens=True))
+        messages = [{"role": "user", "content": question}]
+        system = row.get(self.fmt.system_prompt_key) or self.fmt.system_prompt
+        if system:
+            messages.insert(0, {"role": "system", "content": str(system)})
+        return render(self.tokenizer, messages, generation_prompt=True)
+
+    def _answer(self, text: str) -> Ids:
+        """An answer column, with the end-of-sequence token when ``append_eos`` is on."""
+        return self._ended(list(self.tokenizer.encode(text, add_special_tokens=False)))
+
+    def _ended(self, response: Ids) -> Ids:
+        eos = self.tokenizer.eos_token_id
+        if not self.fmt.append_eos or response[-1:] == [eos]:
+            return response
+        return [*response, eos]
+
+    def _last_turns(
+        self,
+        before: list[dict[str, Any]],
+        answer: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        where: str,
+    ) -> tuple[Ids, Ids]:
+        """Prompt and response ids of turns that the assistant ends."""
+        prompt = render(self.tokenizer, before, tools, generation_prompt=True)
+        response = answer_ids(prompt, render(self.tokenizer, before + answer, tools), where)
+        if self.fmt.append_eos:
+            response = self._ended(without_tail(response, self.tokenizer.eos_token_id))
+        return prompt, response
+
+    def _experience(
+        self,
+        prompt: Ids,
+        response: Ids,
+        eid: EID,
+        where: str,
+        mask: list[bool] | None = None,
+        **extra: Any,
+    ) -> Experience:
+        limit = self.max_tokens or len(prompt) + len(response)
+        kept = response[: max(limit - len(prompt), 0)]
+        action = np.ones(len(kept), np.bool_) if mask is None else np.array(mask[: len(kept)])
+        if not prompt or not action.any():
+            raise DataError(
+                f"{where}: {len(prompt)} prompt and {len(response)} response tokens leave "
+                f"nothing to learn (limit {limit} tokens); fill both columns, or raise "
+                "model.max_model_len"
+            )
+        status = RESPONSE_TRUNCATED if len(kept) < len(response) else None
+        return Experience(
+            tokens=np.array(prompt + kept, np.int32),
+            prompt_length=len(prompt),
+            eid=eid,
+            action_mask=action,
+            truncate_status=status,
+            **extra,
+        )
+
+
+@FORMATTERS.register_module("sft")
+class SFTFormatter(RowFormatter):
+    """Rows to experiences by a Hugging Face tokenizer.
+
+    * ``plaintext``: the prompt column through the chat template (with the system prompt,
+      up to where the assistant begins), or tokenised as it is; then the response column
+      and, with ``append_eos``, the end-of-sequence token.
+    * ``messages``: all turns but the last are the prompt; the last one, which the
+      assistant must speak, is the response, as the chat template renders it. Text that
+      the template puts after the last end-of-sequence token is dropped with ``append_eos``.
+      With ``enable_concatenated_multi_turn`` every assistant turn is learned: the prompt
+      ends where the assistant first speaks, and other turns are masked. The tools column,
+      where there is one, goes into the template.
+    """
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns that every row needs."""
+        if self.fmt.prompt_type == "messages":
+            return [self.fmt.messages_key]
+        return [self.fmt.prompt_key, self.fmt.response_key]
+
+    def format_unit(self, row: dict[str, Any], eid: EID, where: str) -> list[Experience]:
+        """One row as an experience without log-probs and reward, in a list.
+
+        Raises:
+            DataError: the row has no response, is no conversation, or its prompt alone
+                fills ``max_tokens``; ``where`` is named.
+        """
+        if self.fmt.prompt_type != "messages":
+            question, answer = str(row[self.fmt.prompt_key]), str(row[self.fmt.response_key])
+            texts = {"prompt_text": question, "response_text": answer}
+            prompt, response = self._prompt(row), self._answer(answer)
+            return [self._experience(prompt, response, eid, where, None, **texts)]
+        messages = parse_messages(row[self.fmt.messages_key], self.fmt.messages_key, where)
+        tools = parse_tools(row.get(self.fmt.tools_key), where)
+        extra: dict[str, Any] = {"messages": messages, "tools": tools}
+        if self.fmt.enable_concatenated_multi_turn:
+            ids, mask = assistant_mask(self.tokenizer, messages, tools, where)
+            if True not in mask:
+                raise DataError(
+                    f"{where}: no turn of the conversation can be learned; one must be the "
+                    f"assistant's (got {[m['role'] for m in messages]})"
+                )
+            first, end = mask.index(True), len(mask) - mask[::-1].index(True)
+            prompt, response, mask = ids[:first], ids[first:end], mask[first:end]
+            return [self._experience(prompt, response, eid, where, mask, **extra)]
+        if len(messages) < 2 or messages[-1]["role"] != "assistant":
+            raise DataError(
+                f"{where}: a conversation needs at least two messages, the last one by the "
+                f"assistant (got {[m['role'] for m in messages]})"
+            )
+        prompt, response = self._last_turns(messages[:-1], messages[-1:], tools, where)
+        return [self._experience(prompt, response, eid, where, **extra)]
 
 
 @FORMATTERS.register_module("cpt")
@@ -50,7 +183,7 @@ class CPTFormatter(RowFormatter):
     def format_unit(self, row: dict[str, Any], eid: EID, where: str) -> list[Experience]:
         """Raises DataError: the text has fewer than two tokens."""
         text = str(row[self.fmt.prompt_key])
-        ids = self._ended(self._encode(text, special=True))
+        ids = self._ended(list(self.tokenizer.encode(text, add_special_tokens=True)))
         return [self._experience(ids[:1], ids[1:], eid, where, response_text=text)]
 
 
@@ -69,38 +202,180 @@ class DPOFormatter(RowFormatter):
 
     @property
     def columns(self) -> list[str]:
-        prompt = self.fmt.messages_key if self._is_chat else self.fmt.prompt_key
+        chat = self.fmt.prompt_type == "messages"
+        prompt = self.fmt.messages_key if chat else self.fmt.prompt_key
         return [prompt, self.fmt.chosen_key, self.fmt.rejected_key]
-
-    @property
-    def _is_chat(self) -> bool:
-        return self.fmt.prompt_type == "messages"
 
     def format_unit(self, row: dict[str, Any], eid: EID, where: str) -> list[Experience]:
         """Raises DataError: an answer is empty, or a conversation is none."""
-        keys = (self.fmt.chosen_key, self.fmt.rejected_key)
-        return [
-            self._answer_of(row, key, _run_of_pair(eid, run), where) for run, key in enumerate(keys)
-        ]
+        # the epoch, which eid.run counts, must not make one group of two pairs
+        batch = eid.batch if eid.run == 0 else f"{eid.batch}@{eid.run}"
+        pair = []
+        for run, key in enumerate((self.fmt.chosen_key, self.fmt.rejected_key)):
+            texts: dict[str, str] = {}
+            if self.fmt.prompt_type == "messages":
+                before = parse_messages(row[self.fmt.messages_key], self.fmt.messages_key, where)
+                answer = parse_messages(row[key], key, where)
+                if answer[-1]["role"] != "assistant":
+                    raise DataError(f"{where}: the last turn of {key!r} must be the assistant's")
+                prompt, response = self._last_turns(before, answer, None, where)
+            else:
+                texts = {
+                    "prompt_text": str(row[self.fmt.prompt_key]),
+                    "response_text": str(row[key]),
+                }
+                prompt, response = self._prompt(row), self._answer(str(row[key]))
+            of_run = EID(batch, eid.task, run, eid.step, eid.suffix)
+            pair.append(self._experience(prompt, response, of_run, where, None, **texts))
+        return pair
 
-    def _answer_of(self, row: dict[str, Any], key: str, eid: EID, where: str) -> Experience:
-        if self._is_chat:
-            prompt, response = self._turns(row, key, where)
-            return self._experience(prompt, response, eid, where)
-        texts = {"prompt_text": str(row[self.fmt.prompt_key]), "response_text": str(row[key])}
-        return self._experience(
-            self._prompt(row), self._answer(str(row[key])), eid, where, None, **texts
+
+# -- conversations as token ids ---------------------------------------------------------
+def as_list(value: Any, what: str, where: str) -> list[Any]:
+    """A list, or the JSON text of one. Raises DataError with ``where``."""
+    try:
+        parsed = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise DataError(f"{where}: {what} is no JSON ({error})") from error
+    if isinstance(parsed, dict):
+        parsed = [parsed]
+    if not isinstance(parsed, Sequence) or not all(isinstance(item, dict) for item in parsed):
+        raise DataError(f"{where}: {what} must be a list of objects (got {type(parsed).__name__})")
+    return list(parsed)
+
+
+def parse_messages(value: Any, what: str, where: str) -> Messages:
+    """Messages without the keys that columnar files fill with null."""
+    messages = as_list(value, what, where)
+    if not messages:
+        raise DataError(f"{where}: {what} has no message")
+    for message in messages:
+        if not message.get("role"):
+            raise DataError(f"{where}: a message of {what} has no role (got {sorted(message)})")
+    return [_without_nulls(message) for message in messages]
+
+
+def parse_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
+    """Tool schemas from a list or its JSON text; None for an empty cell."""
+    if value is None or value in ("", []):
+        return None
+    return [_without_nulls(tool) for tool in as_list(value, "the tools", where)]
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
+
+
+def render(
+    tokenizer: Any,
+    messages: Messages,
+    tools: list[dict[str, Any]] | None = None,
+    *,
+    generation_prompt: bool = False,
+) -> Ids:
+    """Token ids of a conversation by the tokenizer's chat template."""
+    return list(
+        tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            tokenize=True,
+            return_dict=False,
+            add_generation_prompt=generation_prompt,
         )
-
-    def _turns(self, row: dict[str, Any], key: str, where: str) -> tuple[Ids, Ids]:
-        before = parse_messages(row[self.fmt.messages_key], self.fmt.messages_key, where)
-        answer = parse_messages(row[key], key, where)
-        if answer[-1]["role"] != "assistant":
-            raise DataError(f"{where}: the last turn of {key!r} must be the assistant's")
-        return self._last_turns(before, answer, None, where)
+    )
 
 
-def _run_of_pair(eid: EID, run: int) -> EID:
-    """Ids of a pair: the epoch, which ``eid.run`` counts, must not make one group of two pairs."""
-    batch = eid.batch if eid.run == 0 else f"{eid.batch}@{eid.run}"
-    return EID(batch, eid.task, run, eid.step, eid.suffix)
+def answer_ids(prompt: Ids, whole: Ids, where: str) -> Ids:
+    """What follows ``prompt`` in ``whole``.
+
+    Raises:
+        DataError: ``whole`` does not begin with ``prompt``.
+    """
+    if whole[: len(prompt)] != prompt:
+        raise DataError(
+            f"{where}: the chat template renders the conversation without its last turn "
+            "differently from the start of the whole one, so prompt and response cannot "
+            "be told apart; use another template, or prompt_type=plaintext"
+        )
+    return whole[len(prompt) :]
+
+
+def assistant_mask(
+    tokenizer: Any,
+    messages: Messages,
+    tools: list[dict[str, Any]] | None = None,
+    where: str = "conversation",
+) -> tuple[Ids, list[bool]]:
+    """Ids of a whole conversation, and true where the assistant speaks.
+
+    A template with a ``{% generation %}`` block marks the tokens itself. Otherwise each
+    assistant turn is what its conversation has beyond the turns before it and the
+    generation prompt; a template that knows ``<think>`` drops the thoughts of earlier
+    turns, so there only turns after the last user's are marked. What follows an
+    end-of-sequence token inside a turn is not marked: it is never sampled.
+
+    Raises:
+        DataError: there is no message, or earlier turns are rendered differently later.
+    """
+    if not messages:
+        raise DataError(f"{where}: there is no message")
+    template = tokenizer.get_chat_template(tools=tools)
+    if "{% generation %}" in template or "{%- generation" in template:
+        found = tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        return list(found["input_ids"]), [bool(bit) for bit in found["assistant_masks"]]
+    ids = render(tokenizer, messages, tools)
+    mask = [False] * len(ids)
+    first = 0
+    if "<think>" in template:
+        users = [i for i, message in enumerate(messages) if message["role"] == "user"]
+        first = users[-1] + 1 if users else 0
+    for turn in range(first, len(messages)):
+        if messages[turn]["role"] == "assistant":
+            _mark_turn(tokenizer, messages[: turn + 1], tools, ids, mask, where)
+    return ids, mask
+
+
+def _mark_turn(
+    tokenizer: Any,
+    upto: Messages,
+    tools: list[dict[str, Any]] | None,
+    ids: Ids,
+    mask: list[bool],
+    where: str,
+) -> None:
+    after = render(tokenizer, upto, tools)
+    if upto[:-1]:
+        before = render(tokenizer, upto[:-1], tools, generation_prompt=True)
+    else:
+        # some templates refuse an empty conversation: the generation prompt is what they
+        # put after any other
+        user = [{"role": "user", "content": "x"}]
+        header = render(tokenizer, user, generation_prompt=True)[len(render(tokenizer, user)) :]
+        begins = bool(header) and after[: len(header)] == header
+        before = after[: len(header) if begins else 1]
+    spoken = answer_ids(before, after, where)
+    if ids[: len(after)] != after:
+        raise DataError(
+            f"{where}: the chat template changes turn {len(upto)} when further turns follow, so "
+            "not every turn can be learned; set format.enable_concatenated_multi_turn=false"
+        )
+    start = len(before)
+    stop = start + len(without_tail(spoken, tokenizer.eos_token_id))
+    mask[start:stop] = [True] * (stop - start)
+
+
+def without_tail(ids: Ids, eos: int | None) -> Ids:
+    """``ids`` up to the last end-of-sequence token; all of them when there is none."""
+    if eos is None or eos not in ids:
+        return ids
+    return ids[: len(ids) - ids[::-1].index(eos)]

@@ -8,9 +8,9 @@ into a date; csv cells stay text, so ``013479`` keeps its zero.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.csv
@@ -18,122 +18,65 @@ import pyarrow.parquet
 
 from trinity_dask.buffer.errors import DataError
 
-
-class _Rows(Protocol):
-    def __len__(self) -> int: ...
-
-    def row(self, index: int) -> dict[str, Any]: ...
+# a file's rows: how many there are, and the one at an index
+Rows = tuple[int, Callable[[int], dict[str, Any]]]
 
 
-class _JsonLines:
+def _read_json(path: Path) -> Rows:
     """Lines are kept as bytes and parsed on access: a tenth of the memory of dicts."""
+    data = path.read_bytes()
+    if path.suffix == ".json" and data[:4096].lstrip().startswith(b"["):
+        array = json.loads(data)
+        for index, value in enumerate(array):
+            _check_row(value, f"{path}, row {index}")
+        return len(array), lambda index: dict(array[index])
+    lines = [(n, line) for n, line in enumerate(data.split(b"\n"), 1) if line.strip()]
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        lines = path.read_bytes().split(b"\n")
-        numbered = [(n, line) for n, line in enumerate(lines, 1) if line.strip()]
-        self._numbers = [n for n, _ in numbered]
-        self._lines = [line for _, line in numbered]
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def row(self, index: int) -> dict[str, Any]:
+    def row(index: int) -> dict[str, Any]:
+        number, line = lines[index]
         try:
-            row = json.loads(self._lines[index])
+            value = json.loads(line)
         except ValueError as error:
-            raise DataError(
-                f"{self.path}, line {self._numbers[index]}: not JSON ({error})"
-            ) from error
-        return _as_row(row, f"{self.path}, line {self._numbers[index]}")
+            raise DataError(f"{path}, line {number}: not JSON ({error})") from error
+        _check_row(value, f"{path}, line {number}")
+        return value
+
+    return len(lines), row
 
 
-class _JsonArray:
-    def __init__(self, path: Path, rows: list[Any]) -> None:
-        self._rows = [_as_row(row, f"{path}, row {i}") for i, row in enumerate(rows)]
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def row(self, index: int) -> dict[str, Any]:
-        return dict(self._rows[index])
-
-
-class _ArrowRows:
-    def __init__(self, table: pa.Table) -> None:
-        self._table = table
-
-    def __len__(self) -> int:
-        return self._table.num_rows
-
-    def row(self, index: int) -> dict[str, Any]:
-        return self._table.slice(index, 1).to_pylist()[0]
-
-
-def _as_row(value: Any, where: str) -> dict[str, Any]:
+def _check_row(value: Any, where: str) -> None:
     if not isinstance(value, dict):
         raise DataError(f"{where}: a row is a JSON object (got {type(value).__name__})")
-    return value
 
 
-def _read_json(path: Path) -> _Rows:
-    with path.open("rb") as file:
-        head = file.read(4096).lstrip()
-    if not head.startswith(b"["):
-        return _JsonLines(path)
-    return _JsonArray(path, json.loads(path.read_bytes()))
+def _read_table(path: Path) -> Rows:
+    """csv as text; feather as the IPC file format or the stream format of ``datasets``."""
+    if path.suffix == ".csv":
+        parse = pa.csv.ParseOptions(newlines_in_values=True)
+        with pa.csv.open_csv(path, parse_options=parse) as reader:
+            names = reader.schema.names
+        options = pa.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()))
+        table = pa.csv.read_csv(path, parse_options=parse, convert_options=options)
+    elif path.suffix == ".parquet":
+        table = pa.parquet.read_table(path, memory_map=True)
+    else:
+        source = pa.memory_map(str(path))
+        try:
+            table = pa.ipc.open_file(source).read_all()
+        except pa.ArrowInvalid:
+            source.seek(0)
+            table = pa.ipc.open_stream(source).read_all()
+    return table.num_rows, lambda index: table.slice(index, 1).to_pylist()[0]
 
 
-def _read_csv(path: Path) -> _Rows:
-    parse = pa.csv.ParseOptions(newlines_in_values=True)
-    with pa.csv.open_csv(path, parse_options=parse) as reader:
-        names = reader.schema.names
-    options = pa.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()))
-    return _ArrowRows(pa.csv.read_csv(path, parse_options=parse, convert_options=options))
-
-
-def _read_arrow(path: Path) -> _Rows:
-    """The IPC file format (feather) or the stream format that ``datasets`` writes."""
-    source = pa.memory_map(str(path))
-    try:
-        return _ArrowRows(pa.ipc.open_file(source).read_all())
-    except pa.ArrowInvalid:
-        source.seek(0)
-        return _ArrowRows(pa.ipc.open_stream(source).read_all())
-
-
-def _read_parquet(path: Path) -> _Rows:
-    return _ArrowRows(pa.parquet.read_table(path, memory_map=True))
-
-
-FORMATS: dict[str, Callable[[Path], _Rows]] = {
-    ".jsonl": _JsonLines,
+FORMATS: dict[str, Callable[[Path], Rows]] = {
+    ".jsonl": _read_json,
     ".json": _read_json,
-    ".parquet": _read_parquet,
-    ".csv": _read_csv,
-    ".arrow": _read_arrow,
-    ".feather": _read_arrow,
+    ".parquet": _read_table,
+    ".csv": _read_table,
+    ".arrow": _read_table,
+    ".feather": _read_table,
 }
-
-
-def _load(path: Path) -> _Rows:
-    try:
-        return FORMATS[path.suffix](path)
-    except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
-        raise DataError(f"{path} cannot be read as {path.suffix[1:]}: {error}") from error
-
-
-def _saved_dataset(directory: Path) -> list[Path] | None:
-    """The files of a directory written by ``datasets.Dataset.save_to_disk``, in order."""
-    state = directory / "state.json"
-    if not state.is_file():
-        return None
-    return [directory / f["filename"] for f in json.loads(state.read_text())["_data_files"]]
-
-
-def _belongs_to(split: str, path: Path) -> bool:
-    stem = path.name.removesuffix(path.suffix)
-    return stem == split or stem.startswith((f"{split}-", f"{split}_"))
 
 
 def find_files(path: str, split: str) -> list[Path]:
@@ -150,20 +93,22 @@ def find_files(path: str, split: str) -> list[Path]:
     if not source.is_dir():
         raise DataError(f"no file or directory {path!r}; a data set must lie on a local disk")
     for directory in (source / split, source):
-        saved = _saved_dataset(directory)
-        if saved is not None:
-            return saved
-    return _split_files(source, split)
-
-
-def _split_files(source: Path, split: str) -> list[Path]:
+        state = directory / "state.json"  # written by datasets.Dataset.save_to_disk
+        if state.is_file():
+            names = json.loads(state.read_text())["_data_files"]
+            return [directory / file["filename"] for file in names]
     folders = [source, source / "data", source / split]
     found = [p for f in folders if f.is_dir() for p in sorted(f.iterdir()) if p.suffix in FORMATS]
-    files = [p for p in found if _belongs_to(split, p) or p.parent == source / split]
+    files = []
+    for file in found:
+        stem = file.name.removesuffix(file.suffix)
+        named = stem == split or stem.startswith((f"{split}-", f"{split}_"))
+        if named or file.parent == source / split:
+            files.append(file)
     if not files:
-        names = ", ".join(p.name for p in found[:5]) or "no data file"
+        there = ", ".join(p.name for p in found[:5]) or "no data file"
         raise DataError(
-            f"{source} has no files of split {split!r} ({names} found); expected "
+            f"{source} has no files of split {split!r} ({there} found); expected "
             f"{split}.jsonl, {split}-*.parquet, a folder {split}/, or a saved data set"
         )
     return files
@@ -177,8 +122,13 @@ class RowReader:
 
     def __init__(self, path: str, split: str = "train", name: str | None = None) -> None:
         self.name = name or path
-        self._parts = [(file, _load(file)) for file in find_files(path, split)]
-        self._length = sum(len(rows) for _, rows in self._parts)
+        self._parts: list[tuple[Path, Rows]] = []
+        for file in find_files(path, split):
+            try:
+                self._parts.append((file, FORMATS[file.suffix](file)))
+            except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
+                raise DataError(f"{file} cannot be read as {file.suffix[1:]}: {error}") from error
+        self._length = sum(count for _, (count, _) in self._parts)
         if self._length == 0:
             raise DataError(f"{self.name}: {path} has no rows")
 
@@ -188,23 +138,21 @@ class RowReader:
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not 0 <= index < self._length:
             raise IndexError(f"row {index} of {self._length} in {self.name}")
-        rows, local = self._find(index)[1:]
-        return rows.row(local)
+        _, row, local = self._find(index)
+        return row(local)
 
-    def _find(self, index: int) -> tuple[Path, _Rows, int]:
-        for file, rows in self._parts:
-            if index < len(rows):
-                return file, rows, index
-            index -= len(rows)
+    def _find(self, index: int) -> tuple[Path, Callable[[int], dict[str, Any]], int]:
+        """The file of an index, its rows, and the index in it."""
+        for file, (count, row) in self._parts:
+            if index < count:
+                return file, row, index
+            index -= count
         raise IndexError(index)
 
     def where(self, index: int) -> str:
         """File and row of an index, for messages."""
         file, _, local = self._find(index)
         return f"{file}, row {local}"
-
-    def select(self, indices: Iterable[int]) -> list[dict[str, Any]]:
-        return [self[index] for index in indices]
 
     def require(self, columns: Sequence[str]) -> None:
         """Check up front that every row has a value in each of ``columns``.

@@ -1,30 +1,43 @@
-"""A taskset: batches of tasks from a file, in a resumable order.
+"""Tasksets: batches of tasks from files, in a resumable order; several mixed by their sizes.
 
-Invariant: the state is the count of tasks given so far and what the selector knows.
-Training reads whole batches only, ``total_steps`` of them or as many as ``total_epochs``
-hold; evaluation reads every row once, the last batch shorter.
+Invariant: which tasks a batch holds is a function of the state alone, and the state is
+complete: positions, what each selector has learned, and what was observed but is not to be
+learned yet. So a run that is resumed at any step reads the batches of one that was not.
+Training reads whole batches only; evaluation reads every row once, the last batch shorter.
+
+How an explorer uses it::
+
+    tasksets = TasksetScheduler(cfgs, batch_size=..., ..., feedback_lag=max_inflight_batches)
+    tasks = tasksets.read()                      # raises EndOfTasks
+    state = tasksets.state_dict()                # stored with the batch of these tasks
+    tasksets.feedback(metrics, step)             # of a committed batch; pops selector_metric
+
+and after a restart: ``load_state_dict`` of the last committed batch, then ``feedback`` of the
+last ``feedback_lag`` committed batches (a step's second feedback is ignored).
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+
 from trinity_dask.buffer.data.readers import RowReader
-from trinity_dask.buffer.data.selectors import Selector, make_selector
+from trinity_dask.buffer.data.selectors import make_selector
 from trinity_dask.buffer.errors import DataError, EndOfTasks
-from trinity_dask.config.schema import FormatConfig, TasksetConfig
+from trinity_dask.buffer.store.ranges import Ranges
+from trinity_dask.config.schema import TasksetConfig
 from trinity_dask.experience.task import Task
 
 log = logging.getLogger(__name__)
 
-
-def prompt_column(fmt: FormatConfig) -> str:
-    """The column that must hold the prompt (or the messages)."""
-    return fmt.messages_key if fmt.prompt_type == "messages" else fmt.prompt_key
+SELECTOR_METRIC = "selector_metric"
+Observed = dict[str, dict[str, list[Any]]]  # taskset id -> {"indices": [...], "values": [...]}
 
 
 class Taskset:
@@ -65,48 +78,33 @@ class Taskset:
         self.is_eval = is_eval
         self._taskset_id = taskset_id
         self._reader = RowReader(cfg.path, cfg.split, self.name)
-        self._template = self._new_template(
-            default_workflow, default_reward_fn, default_repeat_times
-        )
-        self._template.greedy_baseline = greedy_baseline and not is_eval
-        self._require_columns()
-        steps = None if is_eval else total_steps
-        epochs = 1 if is_eval else total_epochs
-        self.total_tasks = steps * batch_size if steps else epochs * len(self._reader)
-        self._selector = self._new_selector()
-        self._read = 0
-
-    def _new_template(
-        self, workflow: str | None, reward_fn: str | None, repeat_times: int | None
-    ) -> Task:
-        cfg = self.cfg
-        chosen = cfg.workflow or workflow
-        if chosen is None:
+        workflow = cfg.workflow or default_workflow
+        if workflow is None:
             raise DataError(
                 f"taskset {self.name!r} has no workflow; set its workflow key, or "
                 "buffer.explorer_input.default_workflow"
             )
-        default_repeat = 1 if self.is_eval else repeat_times or 1
-        return Task(
-            workflow=chosen,
-            reward_fn=cfg.reward_fn or reward_fn,
-            repeat_times=cfg.repeat_times or default_repeat,
-            format_args=asdict(cfg.format),
+        fmt = cfg.format
+        self._template = Task(
+            workflow=workflow,
+            reward_fn=cfg.reward_fn or default_reward_fn,
+            repeat_times=cfg.repeat_times or (1 if is_eval else default_repeat_times or 1),
+            format_args=asdict(fmt),
             rollout_args={k: v for k, v in asdict(cfg.rollout_args).items() if v is not None},
             workflow_args=dict(cfg.workflow_args),
             reward_fn_args=dict(cfg.reward_fn_args),
-            is_eval=self.is_eval,
+            is_eval=is_eval,
+            greedy_baseline=greedy_baseline and not is_eval,
         )
-
-    def _require_columns(self) -> None:
-        fmt = self.cfg.format
-        needed = [prompt_column(fmt)]
+        needed = [fmt.messages_key if fmt.prompt_type == "messages" else fmt.prompt_key]
         if self._template.reward_fn:
             needed.append(fmt.response_key)
         self._reader.require([column for column in needed if column])
-
-    def _new_selector(self) -> Selector:
-        return make_selector(self.cfg.data_selector, self._reader)
+        steps = None if is_eval else total_steps
+        epochs = 1 if is_eval else total_epochs
+        self.total_tasks = steps * batch_size if steps else epochs * len(self._reader)
+        self._selector = make_selector(cfg.data_selector, self._reader)
+        self._read = 0
 
     def __len__(self) -> int:
         """Rows in the file."""
@@ -119,7 +117,11 @@ class Taskset:
         return whole + (1 if rest and self.is_eval else 0)
 
     def read(self) -> list[Task]:
-        """The next batch. Raises :class:`EndOfTasks` when there is none."""
+        """The next batch: whole in training, at the end of an evaluation a shorter one.
+
+        Raises:
+            EndOfTasks: there is none.
+        """
         left = self.total_tasks - self._read
         count = min(self.batch_size, left) if self.is_eval else self.batch_size
         if left <= 0 or count > left:
@@ -130,16 +132,16 @@ class Taskset:
         """The next ``count`` tasks in the selector's order, which goes round without an end."""
         indices = self._selector.get_indices(count)
         self._read += count
-        return [self._task(index) for index in indices]
-
-    def _task(self, index: int) -> Task:
-        task = copy.deepcopy(self._template)  # a workflow may write into its arguments
-        task.raw_task = self._reader[index]
-        task.index = {"index": index, "taskset_id": self._taskset_id}
-        fmt = self.cfg.format
-        task.workflow = task.raw_task.get(fmt.workflow_key) or task.workflow
-        task.reward_fn = task.raw_task.get(fmt.reward_fn_key) or task.reward_fn
-        return task
+        tasks = []
+        for index in indices:
+            task = copy.deepcopy(self._template)  # a workflow may write into its arguments
+            task.raw_task = self._reader[index]
+            task.index = {"index": index, "taskset_id": self._taskset_id}
+            fmt = self.cfg.format
+            task.workflow = task.raw_task.get(fmt.workflow_key) or task.workflow
+            task.reward_fn = task.raw_task.get(fmt.reward_fn_key) or task.reward_fn
+            tasks.append(task)
+        return tasks
 
     def update(self, indices: Sequence[int], values: Sequence[float]) -> None:
         """Tell the selector what was observed on rows ``indices``."""
@@ -147,7 +149,7 @@ class Taskset:
 
     def reset(self) -> None:
         """Start again from the first task (each evaluation does)."""
-        self._selector = self._new_selector()
+        self._selector = make_selector(self.cfg.data_selector, self._reader)
         self._read = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -170,3 +172,166 @@ class Taskset:
             )
         self._read = int(state["read"])
         self._selector.load_state_dict(state.get("selector", {"position": self._read}))
+
+
+class TasksetScheduler:
+    """Training batches from one or more tasksets.
+
+    Epoch ``e`` is the list that has the number of each taskset as often as the taskset has
+    rows, shuffled by ``default_rng(e)``. A batch takes the next ``batch_size`` numbers,
+    over the epoch's edge where needed; each taskset, in order of first appearance, then
+    gives its share by its own selector. ``task.index`` is ``{"index", "taskset_id"}``.
+
+    Args:
+        cfgs: the tasksets; the place in the list is the ``taskset_id``.
+        total_epochs: passes over all rows when ``total_steps`` is None; whole batches only.
+        feedback_lag: feedback of step s is learned before step ``s + feedback_lag`` is read,
+            not earlier, however early it comes: the order of batches must not hang on which
+            batch happened to finish first. Set it to the number of batches in flight.
+        defaults: ``default_workflow`` etc. of :class:`Taskset`.
+
+    Raises:
+        DataError: a file or column is missing (named), or there is not one whole batch.
+        ValueError: no taskset.
+    """
+
+    def __init__(
+        self,
+        cfgs: Sequence[TasksetConfig],
+        *,
+        batch_size: int,
+        total_epochs: int = 1,
+        total_steps: int | None = None,
+        feedback_lag: int = 1,
+        **defaults: Any,
+    ) -> None:
+        if not cfgs:
+            raise ValueError("no taskset: set buffer.explorer_input.taskset or .tasksets")
+        self.tasksets = [
+            Taskset(cfg, batch_size=batch_size, taskset_id=number, **defaults)
+            for number, cfg in enumerate(cfgs)
+        ]
+        self.batch_size = batch_size
+        self.total_batches = total_steps or total_epochs * len(self) // batch_size
+        if self.total_batches == 0:
+            raise DataError(
+                f"the tasksets have {len(self)} rows, in {total_epochs} epochs fewer than one "
+                f"batch of buffer.batch_size={batch_size}; lower it, or raise buffer.total_epochs"
+            )
+        self.feedback_lag = feedback_lag
+        self._steps = 0  # batches read
+        self._taken = 0  # tasks given, those of read_extra included
+        self._received = Ranges()  # steps whose feedback has come
+        self._pending: dict[int, Observed] = {}  # step -> feedback to be learned later
+        self._order: tuple[int, np.ndarray] | None = None  # epoch, its list
+
+    def __len__(self) -> int:
+        """Rows in all files."""
+        return sum(map(len, self.tasksets))
+
+    # -- reading --------------------------------------------------------------------
+
+    def read(self) -> list[Task]:
+        """The next batch. Raises :class:`EndOfTasks` when there is none."""
+        if self._steps >= self.total_batches:
+            raise EndOfTasks(f"the tasksets gave all their {self._steps} batches")
+        self._steps += 1
+        due = self._steps - self.feedback_lag
+        for step in sorted(step for step in self._pending if step <= due):
+            self._learn(self._pending.pop(step))
+        return self.read_extra(self.batch_size)
+
+    def read_extra(self, count: int) -> list[Task]:
+        """``count`` further tasks for the batch that was read last.
+
+        They move the position but not the schedule, which counts batches: a refill neither
+        ends the training earlier nor changes its number of steps.
+        """
+        numbers: list[int] = []
+        while len(numbers) < count:
+            epoch, offset = divmod(self._taken + len(numbers), len(self))
+            if self._order is None or self._order[0] != epoch:
+                order = np.repeat(np.arange(len(self.tasksets)), [len(t) for t in self.tasksets])
+                np.random.default_rng(epoch).shuffle(order)
+                self._order = (epoch, order)
+            numbers += self._order[1][offset : offset + count - len(numbers)].tolist()
+        self._taken += count
+        shares = Counter(numbers)  # in order of first appearance
+        return [task for number, n in shares.items() for task in self.tasksets[number].take(n)]
+
+    # -- feedback -------------------------------------------------------------------
+
+    def feedback(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Learn from a batch: pops ``selector_metric`` out of ``metrics``, if it is there.
+
+        Its value is ``{taskset_id: {"indices": [...], "values": [...]}}``. With ``step``, the
+        batch's number from 1, it is learned ``feedback_lag`` steps later, and a second time
+        of the same step is ignored; without, it is learned now.
+
+        Raises:
+            ValueError: there is no such taskset or row.
+        """
+        observed = metrics.pop(SELECTOR_METRIC, None)
+        if observed is None:
+            return
+        plain = self._checked(observed)
+        if step is None:
+            self._learn(plain)
+        elif step not in self._received:
+            self._received.add(step, step + 1)
+            self._pending[step] = plain
+
+    def _checked(self, observed: Mapping[Any, Mapping[str, Any]]) -> Observed:
+        plain: Observed = {}
+        for key, found in observed.items():
+            number = int(key)  # JSON has no integer keys
+            if not 0 <= number < len(self.tasksets):
+                raise ValueError(
+                    f"feedback about taskset {number}; there are {len(self.tasksets)} tasksets"
+                )
+            indices = [int(index) for index in found["indices"]]
+            if indices and not 0 <= min(indices) <= max(indices) < len(self.tasksets[number]):
+                raise ValueError(
+                    f"feedback about row {max(indices)} of taskset {number}, which has "
+                    f"{len(self.tasksets[number])} rows"
+                )
+            values = [float(value) for value in found["values"]]
+            plain[str(number)] = {"indices": indices, "values": values}
+        return plain
+
+    def _learn(self, observed: Observed) -> None:
+        for number, found in observed.items():
+            self.tasksets[int(number)].update(found["indices"], found["values"])
+
+    # -- state ----------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next batches depend on, as JSON."""
+        return {
+            "steps": self._steps,
+            "taken": self._taken,
+            "received": self._received.to_list(),
+            "pending": [[step, observed] for step, observed in self._pending.items()],
+            "tasksets": [taskset.state_dict() for taskset in self.tasksets],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after :meth:`state_dict`, or after the state of a single ``Taskset``.
+
+        Raises:
+            ValueError: the state is that of another number of tasksets.
+        """
+        if "tasksets" not in state:
+            taken, single = int(state["read"]), state
+            state = {"steps": taken // self.batch_size, "taken": taken, "tasksets": [single]}
+            state |= {"received": [], "pending": []}
+        if len(state["tasksets"]) != len(self.tasksets):
+            raise ValueError(
+                f"the saved position is that of {len(state['tasksets'])} tasksets, the "
+                f"configuration has {len(self.tasksets)}; start a new job directory"
+            )
+        self._steps, self._taken = int(state["steps"]), int(state["taken"])
+        self._received = Ranges(state["received"])
+        self._pending = {int(step): observed for step, observed in state["pending"]}
+        for taskset, saved in zip(self.tasksets, state["tasksets"], strict=True):
+            taskset.load_state_dict(saved)

@@ -1,7 +1,8 @@
 """From the payloads of one batch to the rows that are committed.
 
 Invariant: rows in = rows out + filtered. Operators run in the configured order over the
-whole batch, then the grouped advantage, so that a group is seen whole.
+whole batch, then the grouped advantage, so that a group is seen whole. The batch stays one
+table: what no step looks at is never converted.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
-from trinity_dask.buffer.data.taskset_mix import SELECTOR_METRIC
+from trinity_dask.buffer.data.taskset import SELECTOR_METRIC
 from trinity_dask.buffer.operators.operators import OPERATORS
-from trinity_dask.buffer.store.row_index import gather_groups
 from trinity_dask.config.schema import OperatorConfig
 from trinity_dask.experience import Experience
-from trinity_dask.experience.schema import SCHEMA, from_table, to_table
+from trinity_dask.experience.schema import SCHEMA, LazyRows, group_codes
 from trinity_dask.registry import build
 
 Metrics = dict[str, Any]
@@ -43,10 +44,12 @@ class ExperiencePipeline:
                 f"operators {' and '.join(EXCLUSIVE)} exclude each other: a cut answer is either "
                 "masked or punished; leave one of them out"
             )
-        self._steps = [
-            (label, build(f"operator {cfg.name!r}", OPERATORS.get(cfg.name), cfg.args).process)
-            for label, cfg in zip(_labels(operators), operators, strict=True)
-        ]
+        self._steps: list[tuple[str, AdvantageFn]] = []
+        for place, cfg in enumerate(operators):
+            used = sum(other.name == cfg.name for other in operators[:place])
+            label = f"{cfg.name}#{used + 1}" if used else cfg.name
+            operator = build(f"operator {cfg.name!r}", OPERATORS.get(cfg.name), cfg.args)
+            self._steps.append((label, operator.process))
         if advantage_fn is not None:
             self._steps.append(("advantage", advantage_fn))
 
@@ -58,14 +61,12 @@ class ExperiencePipeline:
         number, is passed on under its own name, several of them as one.
         """
         started = time.perf_counter()
-        table = gather_groups(pa.concat_tables(tables)) if tables else SCHEMA.empty_table()
-        result, metrics = self._run(table) if self._steps else (table, {})
-        metrics[f"{PREFIX}/experience_count"] = float(result.num_rows)
-        metrics[f"time/{PREFIX}"] = time.perf_counter() - started
-        return result, metrics, table.num_rows - result.num_rows
-
-    def _run(self, table: pa.Table) -> tuple[pa.Table, Metrics]:
-        experiences = from_table(table)
+        table = pa.concat_tables(tables) if tables else SCHEMA.empty_table()
+        codes = group_codes(table)
+        if np.any(np.diff(codes) < 0):  # a group's rows lie apart: stable, by first appearance
+            table = table.take(pa.array(np.argsort(codes, kind="stable")))
+        rows = LazyRows(table)
+        experiences = rows.experiences
         metrics: Metrics = {}
         for label, step in self._steps:
             before = len(experiences)
@@ -78,18 +79,10 @@ class ExperiencePipeline:
             observed = found.pop(SELECTOR_METRIC, None)
             if observed is not None:
                 metrics[SELECTOR_METRIC] = {**metrics.get(SELECTOR_METRIC, {}), **observed}
-            metrics |= {_metric_name(label, key): float(value) for key, value in found.items()}
-        return to_table(experiences), metrics
-
-
-def _labels(operators: Sequence[OperatorConfig]) -> list[str]:
-    """Operator names, numbered from the second use of the same one on."""
-    labels: list[str] = []
-    for cfg in operators:
-        used = sum(label.split("#")[0] == cfg.name for label in labels)
-        labels.append(f"{cfg.name}#{used + 1}" if used else cfg.name)
-    return labels
-
-
-def _metric_name(label: str, key: str) -> str:
-    return key if key.startswith("time/") else f"{PREFIX}/{label}/{key}"
+            for key, value in found.items():
+                name = key if key.startswith("time/") else f"{PREFIX}/{label}/{key}"
+                metrics[name] = float(value)
+        result = rows.to_table(experiences)
+        metrics[f"{PREFIX}/experience_count"] = float(result.num_rows)
+        metrics[f"time/{PREFIX}"] = time.perf_counter() - started
+        return result, metrics, table.num_rows - result.num_rows

@@ -2,26 +2,104 @@
 
 Invariant: a group is always handed out whole; it is in exactly one of four places, ready,
 leased, cooling or gone. A row counts as consumed when it was trained the first time, as
-reused after that, and as dropped when it went without having been trained.
+reused after that, and as dropped when it went without having been trained. A priority is a
+function of (version, uses, the group's number, seed) alone, so a queue that is rebuilt from
+its state orders the same groups the same way.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Optional
 
-from trinity_dask.buffer.queue.priority import PriorityFn
-from trinity_dask.buffer.queue.replay_group import Group, ReadyGroups
-from trinity_dask.buffer.queue.row_queue import BatchId, Done, Lease
-from trinity_dask.buffer.store.ranges import Ranges
-from trinity_dask.buffer.store.row_index import RowIndex
+import numpy as np
+
+from trinity_dask.buffer.queue.lease_queue import BatchId, Done, Lease, pop_lease
+from trinity_dask.buffer.store.manifest import RowIndex
+from trinity_dask.registry import Registry
 
 Clock = Callable[[], float]
+PRIORITY_FNS: Registry = Registry("priority_fn")
+
+
+# (version, use_count, serial) -> the priority, or None when the group is not to be kept
+PriorityFn = Callable[[int, int, int], Optional[float]]
+
+
+@PRIORITY_FNS.register_module("linear_decay")
+@dataclass
+class LinearDecay:
+    """p = version − decay · uses; every group is kept."""
+
+    decay: float = 2.0
+
+    def __call__(self, version: int, use_count: int, serial: int) -> Optional[float]:
+        return version - self.decay * use_count
+
+
+@PRIORITY_FNS.register_module("decay_limit_randomization")
+class DecayLimitRandomization:
+    """p = version − decay · uses + N(0, sigma²); kept while uses < ``use_count_limit``.
+
+    A limit of 0 or less is none. The noise of a group's n-th use is always the same.
+    """
+
+    def __init__(
+        self, decay: float = 2.0, use_count_limit: int = 3, sigma: float = 0.0, seed: int = 42
+    ) -> None:
+        if sigma < 0:
+            raise ValueError(f"sigma must be >= 0 (got {sigma}); 0 switches the noise off")
+        self.decay = decay
+        self.use_count_limit = use_count_limit
+        self.sigma = sigma
+        self.seed = seed
+
+    def __call__(self, version: int, use_count: int, serial: int) -> Optional[float]:
+        if 0 < self.use_count_limit <= use_count:
+            return None
+        priority = version - self.decay * use_count
+        if self.sigma > 0:
+            noise = np.random.default_rng([self.seed, serial, use_count])
+            priority += float(noise.normal(0.0, self.sigma))
+        return priority
+
+
+@dataclass
+class Group:
+    """Rows ``start`` to ``stop`` of a batch; ``serial`` is its place in order of arrival.
+
+    ``version`` (the newest) decides the priority, ``oldest`` whether it is too old.
+    """
+
+    batch_id: BatchId
+    start: int
+    stop: int
+    oldest: int
+    version: int
+    serial: int
+    use_count: int = 0
+    trained: bool = False  # at least once
+    ready_at: float | None = None  # set while it cools
+    priority: float = 0.0
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Small is first: falling priority and, among equals, arrival."""
+        return (-self.priority, self.serial)
 
 
 class ReplayQueue:
     """Groups by falling priority, the oldest first among equals.
+
+    ``consumed_rows`` (each counted once), ``dropped_rows`` (gone without a training) and
+    ``reused_rows`` (trainings of rows after their first) count over the whole lineage.
 
     Args:
         priority: what a group is worth.
@@ -32,7 +110,7 @@ class ReplayQueue:
         clock: monotonic seconds.
     """
 
-    bounded_by_batches = False
+    bounded_by_batches = False  # old rows give way
 
     def __init__(
         self, priority: PriorityFn, capacity: int, cooldown_s: float | None, clock: Clock
@@ -41,9 +119,9 @@ class ReplayQueue:
         self._capacity = capacity
         self._cooldown_s = cooldown_s
         self._clock = clock
-        self._ready = ReadyGroups()
+        self._ready: list[Group] = []  # by rank
         self._cooling: list[Group] = []
-        self._leases: dict[int, tuple[Lease, list[Group]]] = {}
+        self._leases: dict[int, list[Group]] = {}
         self._empty: list[BatchId] = []  # batches without rows that were not handed out yet
         self._live: Counter[BatchId] = Counter()  # groups that are not gone
         self._fresh: Counter[BatchId] = Counter()  # rows neither trained nor dropped
@@ -51,9 +129,9 @@ class ReplayQueue:
         self._saved: dict[BatchId, list[Group]] = {}  # loaded, batch not added yet
         self._next_lease = 0
         self._next_serial = 0
-        self._consumed_rows = 0
-        self._dropped_rows = 0
-        self._reused_rows = 0
+        self.consumed_rows = 0
+        self.dropped_rows = 0
+        self.reused_rows = 0
         self.closed = False
 
     # -- events ---------------------------------------------------------------------
@@ -70,7 +148,10 @@ class ReplayQueue:
             return
         groups = self._saved.pop(batch_id, None)
         if groups is None:
-            groups = self._new_groups(batch_id, index or RowIndex.unknown(rows))
+            groups = []
+            for start, stop, oldest, newest in (index or RowIndex.unknown(rows)).groups():
+                groups.append(Group(batch_id, start, stop, oldest, newest, self._next_serial))
+                self._next_serial += 1
         if any(group.stop > rows for group in groups):
             raise ValueError(
                 f"the saved lease state names rows beyond the {rows} of batch {batch_id!r}: "
@@ -81,20 +162,10 @@ class ReplayQueue:
         self._live[batch_id] += len(groups)
         self._fresh[batch_id] += sum(g.rows for g in groups if not g.trained)
         for group in groups:
-            self._enter(group)
-
-    def _new_groups(self, batch_id: BatchId, index: RowIndex) -> list[Group]:
-        groups = []
-        for start, stop, oldest, newest in index.groups():
-            groups.append(Group(batch_id, start, stop, oldest, newest, self._next_serial))
-            self._next_serial += 1
-        return groups
-
-    def _enter(self, group: Group) -> None:
-        if group.ready_at is not None:
-            self._cooling.append(group)
-        else:
-            self._make_ready(group)
+            if group.ready_at is not None:
+                self._cooling.append(group)
+            else:
+                self._make_ready(group)
 
     def _make_ready(self, group: Group) -> None:
         """Put a group among the ready ones, or let one go when there are too many."""
@@ -105,17 +176,18 @@ class ReplayQueue:
             return
         group.priority = priority
         if len(self._ready) >= self._capacity:
-            least = self._ready.least
-            if group.priority < least.priority:
+            # the oldest of the least important ones
+            lowest = self._ready[-1].rank[0]
+            place = bisect_left(self._ready, lowest, key=lambda g: g.rank[0])
+            if group.priority < self._ready[place].priority:
                 self._let_go(group)
                 return
-            self._ready.remove(least)
-            self._let_go(least)
-        self._ready.add(group)
+            self._let_go(self._ready.pop(place))
+        insort(self._ready, group, key=lambda g: g.rank)
 
     def _let_go(self, group: Group) -> None:
         if not group.trained:
-            self._dropped_rows += group.rows
+            self.dropped_rows += group.rows
             self._fresh[group.batch_id] -= group.rows
         self._live[group.batch_id] -= 1
         self._finish(group.batch_id)
@@ -134,41 +206,36 @@ class ReplayQueue:
         group less one row more than ``n_rows`` may come.
         """
         self._warm_up()
+        groups: list[Group] = []
         if n_rows is None:
-            return self._lease_batch()
-        if n_rows < 1:
+            if self._empty:
+                groups = [Group(self._empty.pop(0), 0, 0, -1, -1, -1)]
+            elif self._ready:
+                best = self._ready[0].batch_id
+                groups = [g for g in self._ready if g.batch_id == best]
+                self._ready = [g for g in self._ready if g.batch_id != best]
+        elif n_rows < 1:
             raise ValueError(f"a lease has at least one row (got n_rows={n_rows})")
-        self._pass_empty()
-        if self.leasable_rows < n_rows:
+        else:
+            for batch_id in self._empty:
+                self._finish(batch_id)
+            self._empty.clear()
+            if self.leasable_rows >= n_rows:
+                count = rows = 0
+                while rows < n_rows:
+                    rows += self._ready[count].rows
+                    count += 1
+                groups, self._ready = self._ready[:count], self._ready[count:]
+        if not groups:
             return None
-        return self._new_lease(self._ready.take_rows(n_rows))
-
-    def _lease_batch(self) -> Lease | None:
-        if self._empty:
-            batch_id = self._empty.pop(0)
-            return self._new_lease([Group(batch_id, 0, 0, -1, -1, -1)])
-        first = next(iter(self._ready), None)
-        if first is None:
-            return None
-        return self._new_lease(self._ready.take_if(lambda g: g.batch_id == first.batch_id))
-
-    def _new_lease(self, groups: list[Group]) -> Lease:
         for group in groups:
             group.use_count += 1
-        lease = Lease(
-            self._next_lease,
-            tuple((g.batch_id, g.start, g.stop) for g in groups),
-            sum(g.rows for g in groups),
-            tuple(g.use_count for g in groups),
-        )
+        parts = tuple((g.batch_id, g.start, g.stop) for g in groups)
+        uses = tuple(g.use_count for g in groups)
+        lease = Lease(self._next_lease, parts, sum(g.rows for g in groups), uses)
         self._next_lease += 1
-        self._leases[lease.lease_id] = (lease, groups)
+        self._leases[lease.lease_id] = groups
         return lease
-
-    def _pass_empty(self) -> None:
-        for batch_id in self._empty:
-            self._finish(batch_id)
-        self._empty.clear()
 
     def can_lease(self, n_rows: int | None) -> bool:
         """Whether :meth:`lease` would give something now."""
@@ -176,39 +243,35 @@ class ReplayQueue:
         return self.queued_batches > 0 if n_rows is None else self.leasable_rows >= n_rows
 
     def ack(self, lease_id: int) -> None:
-        """The lease is trained. Raises ``KeyError`` for an unknown or settled lease."""
-        for group in self._pop(lease_id):
+        """The lease is trained.
+
+        Raises:
+            KeyError: an unknown lease, or one that was acknowledged or released before.
+        """
+        for group in pop_lease(self._leases, lease_id):
             if group.rows == 0:
                 self._finish(group.batch_id)
                 continue
-            self._count_training(group)
+            if group.trained:
+                self.reused_rows += group.rows
+            else:
+                group.trained = True
+                self.consumed_rows += group.rows
+                self._fresh[group.batch_id] -= group.rows
             if self._cooldown_s is None or self.closed:
                 self._let_go(group)
             else:
                 group.ready_at = self._clock() + self._cooldown_s
                 self._cooling.append(group)
 
-    def _count_training(self, group: Group) -> None:
-        if group.trained:
-            self._reused_rows += group.rows
-            return
-        group.trained = True
-        self._consumed_rows += group.rows
-        self._fresh[group.batch_id] -= group.rows
-
     def release(self, lease_id: int) -> None:
         """The lease was not trained; its groups are as before. Raises like :meth:`ack`."""
-        for group in self._pop(lease_id):
+        for group in pop_lease(self._leases, lease_id):
             group.use_count -= 1
             if group.rows == 0:
                 self._empty.append(group.batch_id)
             else:
-                self._ready.add(group)
-
-    def _pop(self, lease_id: int) -> list[Group]:
-        if lease_id not in self._leases:
-            raise KeyError(f"lease {lease_id} is unknown or was acknowledged or released before")
-        return self._leases.pop(lease_id)[1]
+                insort(self._ready, group, key=lambda g: g.rank)
 
     def _warm_up(self) -> None:
         """Groups whose pause is over are ready again, in the order of its end."""
@@ -223,13 +286,13 @@ class ReplayQueue:
 
         Returns the rows among them that were never trained: they count as dropped.
         """
-        before = self._dropped_rows
-        old = [*self._ready.take_if(lambda g: 0 <= g.oldest < version)]
-        old += [g for g in self._cooling if 0 <= g.oldest < version]
+        before = self.dropped_rows
+        old = [g for g in (*self._ready, *self._cooling) if 0 <= g.oldest < version]
+        self._ready = [g for g in self._ready if not 0 <= g.oldest < version]
         self._cooling = [g for g in self._cooling if not 0 <= g.oldest < version]
         for group in old:
             self._let_go(group)
-        return self._dropped_rows - before
+        return self.dropped_rows - before
 
     def close(self) -> None:
         """No batch will be added, and nothing is handed out again, any more."""
@@ -245,45 +308,31 @@ class ReplayQueue:
 
     # -- counts ---------------------------------------------------------------------
 
-    @property
-    def drained(self) -> bool:
-        """Closed, and nothing is left."""
-        return self.closed and not self._live and not self._empty
+    def left_rows(self, n_rows: int | None) -> int | None:
+        """Rows that remain when :meth:`lease` will never give anything again; else None.
+
+        None also while a release could still bring enough rows back.
+        """
+        if n_rows is None:
+            return self.leasable_rows if self.closed and self.unfinished_batches == 0 else None
+        leased = sum(group.rows for groups in self._leases.values() for group in groups)
+        ended = self.closed and self.leasable_rows + leased < n_rows
+        return self.leasable_rows if ended else None
 
     @property
     def leasable_rows(self) -> int:
         """Rows that can be leased now, for the first time or again."""
-        return self._ready.rows
-
-    @property
-    def returnable_rows(self) -> int:
-        """Rows that may become leasable again: leased ones."""
-        return sum(lease.rows for lease, _ in self._leases.values())
+        return sum(group.rows for group in self._ready)
 
     @property
     def queued_rows(self) -> int:
         """Rows that wait for their first training."""
-        return _rows(g for g in self._ready if not g.trained)
+        return sum(group.rows for group in self._ready if not group.trained)
 
     @property
     def leased_rows(self) -> int:
         """Rows that are leased for the first time."""
-        return _rows(g for _, groups in self._leases.values() for g in groups if not g.trained)
-
-    @property
-    def consumed_rows(self) -> int:
-        """Rows that were trained, each counted once, over the whole lineage."""
-        return self._consumed_rows
-
-    @property
-    def dropped_rows(self) -> int:
-        """Rows that went without a training, over the whole lineage."""
-        return self._dropped_rows
-
-    @property
-    def reused_rows(self) -> int:
-        """Trainings of rows after their first, over the whole lineage."""
-        return self._reused_rows
+        return sum(g.rows for groups in self._leases.values() for g in groups if not g.trained)
 
     @property
     def queued_batches(self) -> int:
@@ -296,7 +345,7 @@ class ReplayQueue:
         return len(set(self._live) | set(self._empty) | self._leased_empty())
 
     def _leased_empty(self) -> set[BatchId]:
-        return {g.batch_id for _, gs in self._leases.values() for g in gs if g.rows == 0}
+        return {g.batch_id for groups in self._leases.values() for g in groups if g.rows == 0}
 
     @property
     def consumed_batch(self) -> int:
@@ -317,18 +366,24 @@ class ReplayQueue:
     def state_dict(self) -> dict[str, Any]:
         """Every group that is not gone, as JSON. Leased groups count as not leased."""
         now = self._clock()
-        leased = [(g, g.use_count - 1) for _, groups in self._leases.values() for g in groups]
+        leased = [(g, g.use_count - 1) for groups in self._leases.values() for g in groups]
         waiting = [(g, g.use_count) for g in (*self._ready, *self._cooling)]
         saved = [(g, g.use_count) for groups in self._saved.values() for g in groups]
-        groups = sorted(waiting + leased + saved, key=lambda pair: pair[0].serial)
+        items = []
+        for g, uses in sorted(waiting + leased + saved, key=lambda pair: pair[0].serial):
+            # the pause that is left instead of a time of this process' clock
+            left = None if g.ready_at is None else max(g.ready_at - now, 0.0)
+            place = [g.batch_id, g.start, g.stop, g.oldest, g.version, g.serial]
+            if g.rows:
+                items.append([*place, uses, g.trained, left])
         return {
             "finished": self._done.numbered.to_list(),
             "finished_named": list(self._done.named),
-            "items": [g.to_record(uses, now) for g, uses in groups if g.rows],
+            "items": items,
             "next_serial": self._next_serial,
-            "consumed_rows": self._consumed_rows,
-            "dropped_rows": self._dropped_rows,
-            "reused_rows": self._reused_rows,
+            "consumed_rows": self.consumed_rows,
+            "dropped_rows": self.dropped_rows,
+            "reused_rows": self.reused_rows,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -337,22 +392,19 @@ class ReplayQueue:
         Raises:
             ValueError: batches were added before, or the state is that of another queue.
         """
-        if self._live or self._done:
+        if self._live or self._done.ids():
             raise ValueError("load the lease state before batches are added to the queue")
         if "items" not in state:
             raise ValueError(
                 "the saved lease state is that of a first-in-first-out buffer; set "
                 "replay_buffer.enable=false again, or start a new job directory"
             )
-        self._done = Done(Ranges(state["finished"]), dict.fromkeys(state["finished_named"]))
-        for record in state["items"]:
-            group = Group.from_record(record, self._clock())
+        self._done = Done.from_state(state)
+        for *fields, left in state["items"]:
+            group = Group(*fields)
+            group.ready_at = None if left is None else self._clock() + left
             self._saved.setdefault(group.batch_id, []).append(group)
         self._next_serial = state["next_serial"]
-        self._consumed_rows = state["consumed_rows"]
-        self._dropped_rows = state["dropped_rows"]
-        self._reused_rows = state["reused_rows"]
-
-
-def _rows(groups: Iterable[Group]) -> int:
-    return sum(group.rows for group in groups)
+        self.consumed_rows = state["consumed_rows"]
+        self.dropped_rows = state["dropped_rows"]
+        self.reused_rows = state["reused_rows"]

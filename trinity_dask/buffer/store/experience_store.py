@@ -16,57 +16,22 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from trinity_dask.buffer.errors import CorruptFileError, StoreError
 from trinity_dask.buffer.store.files import open_files
 from trinity_dask.buffer.store.manifest import SUFFIX, Manifest, RowRef, batch_key
-from trinity_dask.experience.schema import SCHEMA, check_schema, conform
+from trinity_dask.experience.schema import SCHEMA, check_schema, conform, plain
 
 log = logging.getLogger(__name__)
 
 DATA = "data"
 COMMIT = "commit"
 COMPRESSIONS = (None, "lz4", "zstd")
-
-
-def serialise(table: pa.Table, compression: str | None = None) -> pa.Buffer:
-    """The table as one Arrow IPC file with at most one record batch."""
-    table = table.combine_chunks()
-    options = pa.ipc.IpcWriteOptions(compression=compression)
-
-    def write(sink: pa.NativeFile) -> None:
-        with pa.ipc.new_file(sink, table.schema, options=options) as writer:
-            writer.write_table(table)
-
-    if compression is None:
-        # the size is known without writing; a buffer that need not grow is twice as fast
-        size = pa.MockOutputStream()
-        write(size)
-        buffer = pa.allocate_buffer(size.size())
-        write(pa.FixedSizeBufferWriter(buffer))
-        return buffer
-    sink = pa.BufferOutputStream()
-    write(sink)
-    return sink.getvalue()
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.generic | np.ndarray):
-        return value.tolist()
-    raise TypeError(f"a value of type {type(value).__name__}")
-
-
-def _json_meta(meta: dict[str, Any]) -> dict[str, Any]:
-    try:
-        return json.loads(json.dumps(meta, default=_plain))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"the meta of a batch must be JSON: it holds {error}") from error
 
 
 class ExperienceStore:
@@ -115,64 +80,40 @@ class ExperienceStore:
         if existing is not None:
             return existing
         data = serialise(table.select(SCHEMA.names).cast(SCHEMA), self.compression)
-        meta, order = _json_meta(meta), self._take_order()
+        try:
+            meta = json.loads(json.dumps(meta, default=plain))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"the meta of a batch must be JSON: it holds {error}") from error
+        if self._next_order == 0:
+            self.manifests()  # continue the numbering of an earlier process
+        with self._lock:
+            order, self._next_order = self._next_order, self._next_order + 1
         path = f"{DATA}/{batch_key(batch_id)}-{uuid.uuid4().hex}.arrow"
-        sha256 = self._stage(batch_id, path, data)
-        manifest = Manifest(
-            batch_id=batch_id,
-            path=path,
-            rows=table.num_rows,
-            n_bytes=data.size,
-            sha256=sha256,
-            meta=meta,
-            created=time.time(),
-            order=order,
-        )
-        return self._settle(manifest)
-
-    def _stage(self, batch_id: int | str, path: str, data: pa.Buffer) -> str:
-        """Write the data; returns its SHA-256, computed while the disk is busy."""
-        with ThreadPoolExecutor(1) as pool:
+        with ThreadPoolExecutor(1) as pool:  # the digest is computed while the disk is busy
             digest = pool.submit(lambda: hashlib.sha256(data).hexdigest())
             try:
                 self._files.stage(path, data)
             except Exception as error:
                 raise self._write_error(batch_id, path, error) from error
-            return digest.result()
-
-    def _take_order(self) -> int:
-        if self._next_order == 0:
-            self.manifests()  # continue the numbering of an earlier process
-        with self._lock:
-            self._next_order += 1
-            return self._next_order - 1
-
-    def _settle(self, mine: Manifest) -> Manifest:
-        """Publish the manifest; whatever happened on the way, what is on disk decides.
-
-        An answer can get lost after the file was made (a retried PUT then finds its own
-        file), so neither an error nor "exists already" proves that this commit lost.
-        """
-        failure: Exception | None = None
+        mine = Manifest(
+            batch_id, path, table.num_rows, data.size, digest.result(), meta, time.time(), order
+        )
+        # An answer can get lost after the file was made (a retried PUT then finds its own
+        # file), so neither an error nor "exists already" proves that this commit lost: what
+        # is there decides.
+        failure: Exception = FileNotFoundError("the manifest vanished after it was written")
         try:
-            self._files.create(self._manifest_path(mine.batch_id), mine.to_json())
+            self._files.create(_manifest_path(batch_id), mine.to_json())
         except Exception as error:
             failure = error
-        winner = self._winner(mine, failure)
-        if winner.path != mine.path:
-            self._files.discard(mine.path)
+        winner = self.get_manifest(batch_id)
+        if winner is not None and winner.path == path:
+            self._files.reveal(path)
         else:
-            self._files.reveal(mine.path)
+            self._files.discard(path)
+        if winner is None:
+            raise self._write_error(batch_id, _manifest_path(batch_id), failure) from failure
         return winner
-
-    def _winner(self, mine: Manifest, failure: Exception | None) -> Manifest:
-        winner = self.get_manifest(mine.batch_id)
-        if winner is not None:
-            return winner
-        self._files.discard(mine.path)
-        failure = failure or FileNotFoundError("the manifest vanished after it was written")
-        path = self._manifest_path(mine.batch_id)
-        raise self._write_error(mine.batch_id, path, failure) from failure
 
     def _write_error(self, batch_id: int | str, path: str, error: Exception) -> StoreError:
         return StoreError(
@@ -182,48 +123,42 @@ class ExperienceStore:
 
     # -- manifests ------------------------------------------------------------------
 
-    def _manifest_path(self, batch_id: int | str) -> str:
-        return f"{COMMIT}/{batch_key(batch_id)}{SUFFIX}"
-
     def get_manifest(self, batch_id: int | str) -> Manifest | None:
         """The manifest of a batch, or None when it is not committed."""
-        path = self._manifest_path(batch_id)
-        if path not in self._known:
-            try:
-                data = self._files.read(path)
-            except FileNotFoundError:
-                return None
-            except OSError as error:
-                raise self._read_error(path, error) from error
-            self._remember(path, self._parse(path, data))
+        path = _manifest_path(batch_id)
+        try:
+            self._learn([path])
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise self._read_error(path, error) from error
         return self._known[path]
 
     def manifests(self) -> list[Manifest]:
         """All committed batches: integer ids in numeric order, then names by commit order."""
         try:
             listed = [p for p in self._files.list(COMMIT) if p.endswith(SUFFIX)]
-            fresh = [p for p in listed if p not in self._known]
-            for path, data in zip(fresh, self._files.read_many(fresh), strict=True):
-                if isinstance(data, Exception):
-                    raise data
-                self._remember(path, self._parse(path, data))
+            self._learn(listed)
         except OSError as error:
             raise self._read_error(COMMIT, error) from error
         return sorted((self._known[path] for path in listed), key=lambda m: m.sort_key)
 
-    def _remember(self, path: str, manifest: Manifest) -> None:
-        with self._lock:
-            self._known[path] = manifest
-            self._next_order = max(self._next_order, manifest.order + 1)
-
-    def _parse(self, path: str, data: pa.Buffer) -> Manifest:
-        try:
-            return Manifest.from_json(data.to_pybytes())
-        except (ValueError, TypeError) as error:
-            raise CorruptFileError(
-                f"{self._files.root}/{path} is no manifest of this store ({error}); "
-                "restore it, or remove it to forget that batch"
-            ) from error
+    def _learn(self, paths: list[str]) -> None:
+        """Read the manifests that are not known yet. Raises the OSError of the first failure."""
+        fresh = [path for path in paths if path not in self._known]
+        for path, data in zip(fresh, self._files.read(fresh), strict=True):
+            if isinstance(data, Exception):
+                raise data
+            try:
+                manifest = Manifest.from_json(data.to_pybytes())
+            except (ValueError, TypeError) as error:
+                raise CorruptFileError(
+                    f"{self._files.root}/{path} is no manifest of this store ({error}); "
+                    "restore it, or remove it to forget that batch"
+                ) from error
+            with self._lock:
+                self._known[path] = manifest
+                self._next_order = max(self._next_order, manifest.order + 1)
 
     def _read_error(self, path: str, error: Exception) -> StoreError:
         return StoreError(
@@ -232,30 +167,38 @@ class ExperienceStore:
 
     # -- rows -----------------------------------------------------------------------
 
-    def read(self, refs: Sequence[RowRef]) -> pa.Table:
+    def read(self, refs: Sequence[RowRef], skip_corrupt: bool | None = None) -> pa.Table:
         """The referenced rows in order; memory-mapped, without a copy, on a local disk.
 
         Raises:
             CorruptFileError: a file is missing, cut short, foreign, or has too few rows,
-                and ``skip_corrupt`` is off.
+                and ``skip_corrupt`` (the store's, when None) is off.
         """
+        skip = self.skip_corrupt if skip_corrupt is None else skip_corrupt
         paths = list(dict.fromkeys(ref.path for ref in refs))
-        opened = dict(zip(paths, self._files.read_many(paths), strict=True))
+        opened = dict(zip(paths, self._files.read(paths), strict=True))
         tables: list[pa.Table] = []
         decoded: dict[str, pa.Table] = {}
         for ref in refs:
             try:
                 if ref.path not in decoded:
                     decoded[ref.path] = self._decode(ref.path, opened[ref.path])
-                tables.append(self._rows(decoded[ref.path], ref))
+                table = decoded[ref.path]
+                if not 0 <= ref.start <= ref.stop <= table.num_rows:
+                    raise CorruptFileError(
+                        f"{self._files.root}/{ref.path} has {table.num_rows} rows, but rows "
+                        f"{ref.start}..{ref.stop} of batch {ref.batch_id!r} were committed; it "
+                        "was replaced after its commit"
+                    )
+                tables.append(table.slice(ref.start, ref.rows))
             except CorruptFileError as error:
-                self._skip_or_raise(ref, error)
+                if not skip:
+                    raise
+                with self._lock:
+                    self.skipped_files.add(ref.path)
+                    self.skipped_rows += ref.rows
+                log.warning("skipped %d rows of batch %r: %s", ref.rows, ref.batch_id, error)
         return pa.concat_tables(tables) if tables else SCHEMA.empty_table()
-
-    def peek(self, manifest: Manifest) -> pa.Table:
-        """All rows of one batch; raises :class:`CorruptFileError` also with ``skip_corrupt``."""
-        opened = self._files.read_many([manifest.path])[0]
-        return self._rows(self._decode(manifest.path, opened), manifest.ref())
 
     def _decode(self, path: str, data: pa.Buffer | Exception) -> pa.Table:
         try:
@@ -271,40 +214,21 @@ class ExperienceStore:
             ) from error
         return table
 
-    def _rows(self, table: pa.Table, ref: RowRef) -> pa.Table:
-        if not 0 <= ref.start <= ref.stop <= table.num_rows:
-            raise CorruptFileError(
-                f"{self._files.root}/{ref.path} has {table.num_rows} rows, but rows "
-                f"{ref.start}..{ref.stop} of batch {ref.batch_id!r} were committed; it was "
-                "replaced after its commit"
-            )
-        return table.slice(ref.start, ref.rows)
-
-    def _skip_or_raise(self, ref: RowRef, error: CorruptFileError) -> None:
-        if not self.skip_corrupt:
-            raise error
-        with self._lock:
-            self.skipped_files.add(ref.path)
-            self.skipped_rows += ref.rows
-        log.warning("skipped %d rows of batch %r: %s", ref.rows, ref.batch_id, error)
-
     # -- upkeep ---------------------------------------------------------------------
 
     def verify(self) -> list[str]:
         """Read every data file in full; one line per batch whose file is not as committed."""
-        return [problem for m in self.manifests() for problem in self._problems(m)]
-
-    def _problems(self, manifest: Manifest) -> Iterable[str]:
-        name = f"batch {manifest.batch_id!r}: {manifest.path}"
-        try:
-            data = self._files.read(manifest.path)
-        except OSError as error:
-            yield f"{name} cannot be read ({type(error).__name__}: {error})"
-            return
-        if data.size != manifest.n_bytes:
-            yield f"{name} has {data.size} bytes instead of {manifest.n_bytes}"
-        elif hashlib.sha256(data).hexdigest() != manifest.sha256:
-            yield f"{name} differs from what was committed (sha256)"
+        problems = []
+        for manifest in self.manifests():
+            name = f"batch {manifest.batch_id!r}: {manifest.path}"
+            data = self._files.read([manifest.path])[0]
+            if isinstance(data, Exception):
+                problems.append(f"{name} cannot be read ({type(data).__name__}: {data})")
+            elif data.size != manifest.n_bytes:
+                problems.append(f"{name} has {data.size} bytes instead of {manifest.n_bytes}")
+            elif hashlib.sha256(data).hexdigest() != manifest.sha256:
+                problems.append(f"{name} differs from what was committed (sha256)")
+        return problems
 
     def sweep(self, older_than_s: float) -> int:
         """Remove files that no manifest names and that are older than ``older_than_s``.
@@ -333,3 +257,28 @@ class ExperienceStore:
             info = listed.get(manifest.path)
             if info is not None and info.staged:
                 self._files.reveal(manifest.path)
+
+
+def serialise(table: pa.Table, compression: str | None = None) -> pa.Buffer:
+    """The table as one Arrow IPC file with at most one record batch."""
+    table = table.combine_chunks()
+    options = pa.ipc.IpcWriteOptions(compression=compression)
+
+    def write(sink: pa.NativeFile) -> None:
+        with pa.ipc.new_file(sink, table.schema, options=options) as writer:
+            writer.write_table(table)
+
+    if compression is None:
+        # the size is known without writing; a buffer that need not grow is twice as fast
+        size = pa.MockOutputStream()
+        write(size)
+        buffer = pa.allocate_buffer(size.size())
+        write(pa.FixedSizeBufferWriter(buffer))
+        return buffer
+    sink = pa.BufferOutputStream()
+    write(sink)
+    return sink.getvalue()
+
+
+def _manifest_path(batch_id: int | str) -> str:
+    return f"{COMMIT}/{batch_key(batch_id)}{SUFFIX}"

@@ -1,22 +1,25 @@
 """The few file operations that the experience store needs, on a disk and on fsspec.
 
-Invariant: a file appears under its final name whole or not at all, and
-:meth:`StoreFiles.create` succeeds for exactly one of any number of concurrent callers.
+Invariant: a file appears under its final name whole or not at all, and ``create`` succeeds
+for exactly one of any number of concurrent callers. Paths are relative to the store's root
+and use ``/``.
 """
 
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import fsspec
 import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
+
+from trinity_dask.files import create_durably, fsync, write_durably
 
 # schemes whose exclusive create is known to be honoured
 _CONDITIONAL_CREATE = {"memory", "s3", "s3a"}
@@ -30,56 +33,6 @@ class FileInfo:
     staged: bool = False
 
 
-class StoreFiles(Protocol):
-    """Paths are relative to the store's root and use ``/``."""
-
-    root: str
-
-    def stage(self, path: str, data: pa.Buffer) -> None:
-        """Write ``data`` durably; readers of the folder need not see it yet."""
-
-    def reveal(self, path: str) -> None:
-        """Give a staged file its final name. Doing it twice is allowed."""
-
-    def create(self, path: str, data: bytes) -> bool:
-        """Create ``path`` with ``data``; false when it exists already."""
-
-    def discard(self, path: str) -> None:
-        """Remove a file, staged or final; a missing one is no error."""
-
-    def read(self, path: str) -> pa.Buffer:
-        """All bytes of a final or staged file. Raises ``FileNotFoundError``."""
-
-    def read_many(self, paths: Sequence[str]) -> list[pa.Buffer | Exception]:
-        """Like :meth:`read` for several files at once, errors in their place."""
-
-    def list(self, folder: str) -> dict[str, FileInfo]:
-        """Files directly in ``folder`` by final path; ``staged`` tells the hidden ones."""
-
-
-def _fsync_dir(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _write_durably(path: str, data: Any) -> None:
-    """Write a new file and fsync it; on any error nothing is left behind."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    try:
-        with os.fdopen(fd, "wb", buffering=0) as file:
-            view = memoryview(data).cast("B")
-            while view:
-                view = view[file.write(view) :]
-            os.fsync(fd)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(path)
-        raise
-
-
 class LocalFiles:
     """A directory. Staged files are hidden by a leading dot, which pyarrow and shells skip.
 
@@ -89,73 +42,55 @@ class LocalFiles:
     def __init__(self, root: str) -> None:
         self.root = root
 
-    def _final(self, path: str) -> str:
-        return os.path.join(self.root, path)
-
-    def _staged(self, path: str) -> str:
-        folder, name = os.path.split(self._final(path))
-        return os.path.join(folder, "." + name)
+    def _names(self, path: str) -> tuple[Path, Path]:
+        """The staged and the final name of a file."""
+        final = Path(self.root, path)
+        return final.with_name("." + final.name), final
 
     def stage(self, path: str, data: pa.Buffer) -> None:
-        staged = self._staged(path)
-        os.makedirs(os.path.dirname(staged), exist_ok=True)
-        _write_durably(staged, data)
-        _fsync_dir(os.path.dirname(staged))
+        """Write ``data`` durably; readers of the folder do not see it yet."""
+        staged, _ = self._names(path)
+        staged.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(staged, data)
+        fsync(staged.parent)
 
     def reveal(self, path: str) -> None:
-        final = self._final(path)
+        """Give a staged file its final name. Doing it twice is allowed."""
+        staged, final = self._names(path)
         try:
-            os.rename(self._staged(path), final)
+            os.rename(staged, final)
         except FileNotFoundError:
-            if not os.path.exists(final):
+            if not final.exists():
                 raise
 
     def create(self, path: str, data: bytes) -> bool:
-        final = self._final(path)
-        folder = os.path.dirname(final)
-        os.makedirs(folder, exist_ok=True)
-        temporary = os.path.join(folder, f".{uuid.uuid4().hex}")
-        _write_durably(temporary, data)
-        try:
-            # a link either makes the name with its whole content or fails: no reader can
-            # see half a manifest, and no second writer can replace the first
-            os.link(temporary, final)
-        except FileExistsError:
-            return False
-        finally:
-            os.unlink(temporary)
-        _fsync_dir(folder)
-        return True
+        """Create ``path`` with ``data``; false when it exists already."""
+        return create_durably(Path(self.root, path), data)
 
     def discard(self, path: str) -> None:
-        for name in (self._staged(path), self._final(path)):
-            with suppress(FileNotFoundError):
-                os.unlink(name)
+        """Remove a file, staged or final; a missing one is no error."""
+        for name in self._names(path):
+            name.unlink(missing_ok=True)
 
-    def read(self, path: str) -> pa.Buffer:
-        try:
-            file = pa.memory_map(self._final(path))
-        except FileNotFoundError:
-            if not os.path.exists(self._staged(path)):
-                raise
-            # the writer died after its manifest and before the rename: finish it
-            self.reveal(path)
-            file = pa.memory_map(self._final(path))
-        with file:
-            return file.read_buffer()
-
-    def read_many(self, paths: Sequence[str]) -> list[pa.Buffer | Exception]:
+    def read(self, paths: Sequence[str]) -> list[pa.Buffer | Exception]:
+        """All bytes of several files, final or staged; errors in their place."""
         results: list[pa.Buffer | Exception] = []
         for path in paths:
+            staged, final = self._names(path)
             try:
-                results.append(self.read(path))
+                if not final.exists() and staged.exists():
+                    # the writer died after its manifest and before the rename: finish it
+                    self.reveal(path)
+                with pa.memory_map(str(final)) as file:
+                    results.append(file.read_buffer())
             except OSError as error:
                 results.append(error)
         return results
 
     def list(self, folder: str) -> dict[str, FileInfo]:
+        """Files directly in ``folder`` by final path; ``staged`` tells the hidden ones."""
         found = {}
-        with suppress(FileNotFoundError), os.scandir(self._final(folder)) as entries:
+        with suppress(FileNotFoundError), os.scandir(Path(self.root, folder)) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):
                     stat = entry.stat()
@@ -172,58 +107,52 @@ class FsspecFiles:
         self.fs = fs
         self.root = root.rstrip("/")
 
-    def _full(self, path: str) -> str:
-        return f"{self.root}/{path}"
-
     def stage(self, path: str, data: pa.Buffer) -> None:
-        self.fs.pipe_file(self._full(path), data.to_pybytes())
+        self.fs.pipe_file(f"{self.root}/{path}", data.to_pybytes())
 
     def reveal(self, path: str) -> None:
         """Nothing to do: the staged name is the final one."""
 
     def create(self, path: str, data: bytes) -> bool:
         try:
-            self.fs.pipe_file(self._full(path), data, mode="create")
+            self.fs.pipe_file(f"{self.root}/{path}", data, mode="create")
         except FileExistsError:
             return False
         return True
 
     def discard(self, path: str) -> None:
         with suppress(FileNotFoundError):
-            self.fs.rm_file(self._full(path))
+            self.fs.rm_file(f"{self.root}/{path}")
 
-    def read(self, path: str) -> pa.Buffer:
-        return pa.py_buffer(self.fs.cat_file(self._full(path)))
-
-    def read_many(self, paths: Sequence[str]) -> list[pa.Buffer | Exception]:
+    def read(self, paths: Sequence[str]) -> list[pa.Buffer | Exception]:
         def read(path: str) -> pa.Buffer | Exception:
             try:
-                return self.read(path)
+                return pa.py_buffer(self.fs.cat_file(f"{self.root}/{path}"))
             except OSError as error:
                 return error
 
+        if len(paths) == 1:
+            return [read(paths[0])]
         with ThreadPoolExecutor(_PARALLEL_READS) as pool:
             return list(pool.map(read, paths))
 
     def list(self, folder: str) -> dict[str, FileInfo]:
         self.fs.invalidate_cache()
         try:
-            entries = self.fs.ls(self._full(folder), detail=True)
+            entries = self.fs.ls(f"{self.root}/{folder}", detail=True)
         except FileNotFoundError:
             return {}
         found = {}
         for entry in entries:
             if entry["type"] == "file":
                 path = f"{folder}/{entry['name'].rsplit('/', 1)[1]}"
-                found[path] = FileInfo(entry["size"], self._modified(entry))
+                stamp = entry.get("LastModified") or self.fs.modified(entry["name"])
+                modified = stamp.timestamp() if hasattr(stamp, "timestamp") else float(stamp)
+                found[path] = FileInfo(entry["size"], modified)
         return found
 
-    def _modified(self, entry: dict[str, Any]) -> float:
-        stamp = entry.get("LastModified") or self.fs.modified(entry["name"])
-        return stamp.timestamp() if hasattr(stamp, "timestamp") else float(stamp)
 
-
-def open_files(url: str, storage_options: dict[str, Any] | None) -> StoreFiles:
+def open_files(url: str, storage_options: dict[str, Any] | None) -> LocalFiles | FsspecFiles:
     """The file operations for a path or URL.
 
     Raises:

@@ -23,9 +23,6 @@ class Ranges:
         """Number of integers in the set."""
         return sum(stop - start for start, stop in self._ranges)
 
-    def __bool__(self) -> bool:
-        return bool(self._ranges)
-
     def __contains__(self, value: int) -> bool:
         index = bisect_left(self._ranges, (value + 1,)) - 1
         return index >= 0 and value < self._ranges[index][1]

@@ -24,7 +24,7 @@ from trinity_dask.cluster.loop_watch import add_report
 from trinity_dask.cluster.slots import ROLLOUT, RUNNER, own_engine_slots
 from trinity_dask.config.schema import Config
 from trinity_dask.experience import Experience
-from trinity_dask.experience.payload import encode
+from trinity_dask.experience.schema import encode
 from trinity_dask.explorer.rollout.user_code import as_run_error, recallable
 from trinity_dask.explorer.rollout.workflow_runner import WorkflowRunner, workflow_class
 from trinity_dask.explorer.schedule.tasks import AttemptOutcome

@@ -20,7 +20,7 @@ from trinity_dask.cluster.loop_watch import Interrupted, current_watch, no_exit,
 from trinity_dask.config.fields import choices_of
 from trinity_dask.config.schema import ExplorerConfig
 from trinity_dask.experience import Experience
-from trinity_dask.experience.payload import encode
+from trinity_dask.experience.schema import encode
 from trinity_dask.explorer.metrics import TIME_RUN, reduce_metrics
 from trinity_dask.explorer.rollout.lanes import Lane, Lanes
 from trinity_dask.explorer.rollout.user_code import (

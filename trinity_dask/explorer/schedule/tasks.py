@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, Optional
 
-from trinity_dask.experience.payload import peek_header
+from trinity_dask.experience.schema import peek_header
 
 BatchId = int | str
 

@@ -33,7 +33,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Optional
 
-from trinity_dask.files import fsync_directory
+from trinity_dask.files import fsync
 
 log = logging.getLogger(__name__)
 
@@ -166,20 +166,17 @@ def write_checkpoint(
         reached("filled")
         (partial / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
         entries = {}
+        fsync(partial, tree=True)
         for path in sorted(partial.rglob("*")):
-            if path.is_dir():
-                fsync_directory(path)
-                continue
-            _sync_file(path)
-            if _marked(name := str(path.relative_to(partial))):
+            if path.is_file() and _marked(name := str(path.relative_to(partial))):
                 size = path.stat().st_size
                 hashed = {"sha256": _sha256(path)} if size <= HASHED_BYTES else {}
                 entries[name] = {"size": size} | hashed
         reached("synced")
         marker = json.dumps({"step": step, "files": entries}, indent=1)
         (partial / MARKER).write_text(marker, encoding="utf-8")
-        _sync_file(partial / MARKER)
-        fsync_directory(partial)
+        fsync(partial / MARKER)
+        fsync(partial)
         reached("marked")
         _move_in(partial, target, reached)
     except BaseException:
@@ -199,7 +196,7 @@ def _move_in(partial: Path, target: Path, reached: Hook) -> None:
         os.rename(target, retired)
         reached("retired")
     os.rename(partial, target)
-    fsync_directory(target.parent)
+    fsync(target.parent)
     reached("renamed")
     if retired.exists():
         shutil.rmtree(retired)
@@ -225,8 +222,3 @@ def prune(job_dir: str | Path, keep: int, newest: Optional[Path] = None) -> None
 
 def _sha256(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def _sync_file(path: Path) -> None:
-    with open(path, "rb+") as file:
-        os.fsync(file.fileno())

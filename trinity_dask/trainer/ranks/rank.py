@@ -25,11 +25,11 @@ import torch
 
 from trinity_dask.aio import ended
 from trinity_dask.algorithm.table import AlgorithmSpec, resolve_algorithm
-from trinity_dask.buffer.store.row_index import group_codes
 from trinity_dask.cluster.context import freeze_loaded
 from trinity_dask.cluster.rpc import ActorHandle, ActorLost, rpc
 from trinity_dask.config.schema import Config
 from trinity_dask.experience.collate import collate
+from trinity_dask.experience.schema import group_codes
 from trinity_dask.models.protocol import (
     TensorMeta,
     WeightGroupSpec,
