@@ -49,7 +49,9 @@ def test_the_files_of_the_page_are_a_valid_job(task, capsys):
 def test_the_mistakes_of_the_page_are_refused_as_it_says(task, capsys):
     name = "buffer.explorer_input.taskset.reward_fn"
     assert validate(f"{name}=vowels.py:vowel_reward") == 2
-    assert "has no 'vowel_reward'; did you mean ['vowels_reward']?" in capsys.readouterr().err
+    assert (
+        "has no attribute 'vowel_reward'; did you mean 'vowels_reward'?" in capsys.readouterr().err
+    )
     assert validate("algorithm.optimizer.learning_rate=1e-4") == 2
     said = capsys.readouterr().err
     assert "unknown key 'algorithm.optimizer.learning_rate'" in said

@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from trinity_dask.config import Config, ConfigError, resolve
 from trinity_dask.models.actor.actor import EngineActor, build_engine, local_engine
 from trinity_dask.models.protocol import SamplingParams, WeightUpdate
 from trinity_dask.run.names import check_names
+from trinity_dask.models.vllm.engine import LoopThread
 from trinity_dask.weights.files import write_safetensors
 
 
@@ -188,3 +190,21 @@ def test_a_misspelt_engine_is_refused_before_anything_starts():
     config.explorer.rollout_model.engine_type = "torhc"
     with pytest.raises(ConfigError, match=r"rollout_model\.engine_type: .*did you mean 'torch'"):
         check_names(resolve(config))
+
+
+def test_a_loop_whose_thread_begins_late_takes_work_and_a_closed_one_none():
+    class Late(LoopThread):
+        def _main(self) -> None:
+            time.sleep(0.2)  # a busy machine
+            super()._main()
+
+    async def main() -> str:
+        thread = Late("late")
+        answer = await thread.run(asyncio.sleep(0, "done"))
+        await thread.close()
+        with pytest.raises(RuntimeError, match="late is closed"):
+            await thread.run(asyncio.sleep(0))
+        await thread.close()
+        return answer
+
+    assert asyncio.run(main()) == "done"

@@ -66,6 +66,7 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
+        self._open = True  # not loop.is_running(): a thread may take a while to begin
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
 
@@ -76,15 +77,16 @@ class LoopThread:
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Await ``coroutine``, which runs on this thread's loop."""
-        if not self.loop.is_running():
+        if not self._open:
             coroutine.close()
             raise RuntimeError(f"{self._thread.name} is closed")
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self.loop))
 
     async def close(self) -> None:
         """Cancel what still runs and end the thread."""
-        if self.loop.is_running():
+        if self._open:
             await self.run(self._cancel_others())
+            self._open = False
             self.loop.call_soon_threadsafe(self.loop.stop)
         await asyncio.to_thread(self._thread.join, THREAD_TIMEOUT_S)
 
