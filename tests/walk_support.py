@@ -3,7 +3,7 @@
 Invariant: a hop follows from an earlier one only if the trace of a real run, or the text of
 the function, shows that the one calls the other; a hop left out breaks the chain, so a walk
 cannot look shorter than it is. ``⇢`` marks the few hops where nobody calls anybody: a waiter
-that is woken.
+that is woken, an object that has kept the thing.
 """
 
 from __future__ import annotations
@@ -105,12 +105,22 @@ def calls(caller: Hop, callee: Hop, trace: set[tuple[str, str]]) -> bool:
     return not short.startswith("__") and short in mentions(caller.key)
 
 
+def returns_to(caller: Hop, stack: list[Hop], i: int, trace: set[tuple[str, str]]) -> bool:
+    """Whether the result of ``stack[i]`` goes to ``caller``. The text alone is believed only for
+    the last hop: a word like ``wait`` stands in many functions."""
+    return (caller.key, stack[i].key) in trace or (
+        i == len(stack) - 1 and calls(caller, stack[i], trace)
+    )
+
+
 def broken_links(walk: Walk, trace: set[tuple[str, str]]) -> list[str]:
     """Hops that no earlier hop calls, and that call none: the data cannot have come there."""
     stack, broken = walk.hops[:1], []
     for hop in walk.hops[1:]:
         down = next((i for i in reversed(range(len(stack))) if calls(stack[i], hop, trace)), None)
-        up = next((i for i in reversed(range(len(stack))) if calls(hop, stack[i], trace)), None)
+        up = next(
+            (i for i in reversed(range(len(stack))) if returns_to(hop, stack, i, trace)), None
+        )
         if down is not None:
             stack = [*stack[: down + 1], hop]
         elif up is not None:

@@ -12,8 +12,8 @@ from models_support import engine_spec, run
 from trinity_dask.config import Config, ConfigError, resolve
 from trinity_dask.models.actor.actor import EngineActor, build_engine, local_engine
 from trinity_dask.models.protocol import SamplingParams, WeightUpdate
-from trinity_dask.run.names import check_names
 from trinity_dask.models.vllm.engine import LoopThread
+from trinity_dask.run.names import check_names
 from trinity_dask.weights.files import write_safetensors
 
 
