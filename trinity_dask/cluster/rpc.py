@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -72,6 +73,7 @@ async def rpc(
     *args: Any,
     timeout: float,
     client: Client | None = None,
+    keywords: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Any:
     """Call ``method`` of an actor and return its result.
@@ -81,12 +83,15 @@ async def rpc(
             one goes on in its worker, so long waits also need a deadline of their own.
         client: the client to call through where there is no worker (a driver). ``None``
             means: the worker of this process.
+        keywords: more arguments of the method, whose names may be those above: a method
+            may have a ``timeout`` of its own.
 
     Raises:
         ActorLost: the worker died, or was born again without the actor.
         TimeoutError: the deadline passed; names slot, method and seconds.
         Exception: whatever the method raised.
     """
+    kwargs |= keywords or {}
     worker = None if client is not None else current_worker()
     if worker is None and client is None:
         raise RuntimeError(

@@ -68,7 +68,7 @@ class RemoteActor:
     async def _rpc(self, method: str, *args: Any, **kwargs: Any) -> Any:
         handle, limit = await self._ready(), NO_DEADLINE_S
         args = tuple([await a._ready() if isinstance(a, RemoteActor) else a for a in args])
-        return await rpc(handle, method, *args, timeout=limit, client=self._client, **kwargs)
+        return await rpc(handle, method, *args, timeout=limit, client=self._client, keywords=kwargs)
 
 
 def control_actor(cls: type, config: Any) -> RemoteActor:
