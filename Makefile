@@ -13,6 +13,9 @@ ENGINE ?=
 ARGS ?=
 export PYTHON TORCH_INDEX_URL
 export OMP_NUM_THREADS ?= 1
+# Container images often set it. Every process would then compile torch and transformers anew,
+# ten seconds of a core, and a run is five processes.
+unexport PYTHONDONTWRITEBYTECODE
 
 # The name holds what the environment was made from: no setup while it is unchanged,
 # whatever the dates of the files say.

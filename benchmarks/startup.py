@@ -2,8 +2,8 @@
 
 Each start is a process of its own with an empty job directory, over a demo that has been prepared
 before. With another checkout the two take turns, so that both meet the same load:
-``python benchmarks/startup.py [--other PATH] [--starts N] [KEY=VALUE ...]`` prints every start,
-the medians and their ratio.
+``python benchmarks/startup.py [--other PATH] [--starts N] [--smoke] [KEY=VALUE ...]`` prints every
+start, the medians and their ratio. ``--smoke``: one start of the demo's miniature.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TRAINED = re.compile(r"\bstep [1-9]\d*/")
 LIMIT_S = 300.0
 
 
-def start_up(tree: Path, root: str, name: str, overrides: Sequence[str]) -> float:
+def start_up(tree: Path, demo: str, root: str, name: str, overrides: Sequence[str]) -> float:
     """Seconds until ``tree``'s command prints its first trained step; it is interrupted then.
 
     Raises:
@@ -33,7 +33,7 @@ def start_up(tree: Path, root: str, name: str, overrides: Sequence[str]) -> floa
     """
     command = [
         *(sys.executable, "-c", "import sys; from trinity_dask.cli import main; sys.exit(main())"),
-        *("run", "+experiment=sort_digits", "engine=torch", "monitor.progress=plain"),
+        *("run", f"+experiment={demo}", "engine=torch", "monitor.progress=plain"),
         *(f"checkpoint_root_dir={root}", f"name={name}", *overrides),
     ]
     began, lines = time.perf_counter(), list[str]()
@@ -62,15 +62,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--other", type=Path, help="another checkout to compare with")
     parser.add_argument("--starts", type=int, default=3, help="of each checkout (default 3)")
+    parser.add_argument("--smoke", action="store_true", help="one start of the demo's miniature")
     parser.add_argument("overrides", nargs="*", help="further key=value of the run")
     flags = parser.parse_intermixed_args()
     trees = [HERE] + ([flags.other.resolve()] if flags.other else [])
+    demo = "sort_digits_tiny" if flags.smoke else "sort_digits"
+    starts = 1 if flags.smoke else flags.starts
     found: dict[Path, list[float]] = {tree: [] for tree in trees}
     with tempfile.TemporaryDirectory() as root:
-        start_up(HERE, root, "prepare", flags.overrides)  # makes the data and the model
-        for number in range(flags.starts):
+        start_up(HERE, demo, root, "prepare", flags.overrides)  # makes the data and the model
+        for number in range(starts):
             for index, tree in enumerate(trees):
-                found[tree].append(start_up(tree, root, f"{index}-{number}", flags.overrides))
+                name = f"{index}-{number}"
+                found[tree].append(start_up(tree, demo, root, name, flags.overrides))
                 print(f"{found[tree][-1]:6.1f} s  {tree}", flush=True)
     medians = [statistics.median(found[tree]) for tree in trees]
     print(f"median {medians[0]:.1f} s")

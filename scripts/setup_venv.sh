@@ -15,7 +15,9 @@ accel=$2
 torch_version=2.13.0
 torch_index=${TORCH_INDEX_URL:-}
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
-# compiling all 30 000 modules takes two minutes, and Python compiles what it imports anyway
+# compiling all 30 000 modules takes two minutes, and Python compiles what it imports anyway,
+# where nothing forbids it
+unset PYTHONDONTWRITEBYTECODE
 pip_install() { "$venv/bin/pip" install --no-compile "$@"; }
 
 say() { printf '\n=== %s\n' "$*"; }
@@ -106,4 +108,6 @@ gpu)
     ;;
 esac
 choose_engine
+say "first imports"
+"$venv/bin/python" -c 'from transformers import Qwen2ForCausalLM; import trinity_dask.cli.run'
 say "ready: $("$venv/bin/python" --version), engine $(cat "$venv/engine")"

@@ -34,6 +34,7 @@ ROWS = {
     ],
     "learning": [r'^{"engine": "torch", "seed": 1, .*"eval_end": \d', "sort_digits: greedy eval"],
     "rollout": [r"│ +1 │" + rf" +{NUMBER} │" * 3, rf"ratio of the medians: {NUMBER}"],
+    "startup": [rf"^ +{NUMBER} s ", rf"^median {NUMBER} s"],
     "store": [rf"^{name} +{NUMBER} +{NUMBER}" for name in ("none", "lz4", "zstd")],
     "train_step": [
         *(rf"^{shape} +\d+ +{NUMBER} +{NUMBER}" for shape in ("sft", "grpo")),

@@ -100,8 +100,10 @@ def test_a_trainer_and_an_explorer_find_each_other(job: Job, cluster: LocalClust
 )
 def test_two_explorers_feed_one_trainer(job: Job, method: str, style: str) -> None:
     way = (f"synchronizer={method}", f"synchronizer.sync_style={style}")
-    trainer = job.run("mode=train", *way)
     explorers = [job.run("mode=explore", *way, f"explorer.name=explorer{i}") for i in (1, 2)]
+    for run in explorers:  # or the trainer may be done with one before the other one has come
+        wait_until(run, "join", lambda s: "waiting for the trainer" in (s.get("message") or ""))
+    trainer = job.run("mode=train", *way)
     for run in (trainer, *explorers):
         assert run.wait(timeout=WAIT_S)["state"] == "done", run.status
     manifests = job.manifests()

@@ -84,6 +84,16 @@ def test_doctor_says_what_is_there(capsys, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_doctor_warns_where_every_process_would_compile_torch(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))  # nothing is compiled there
+    assert main(["doctor", "--dir", str(tmp_path)]) == 0
+    assert "torch has no bytecode" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    assert main(["doctor", "--dir", str(tmp_path)]) == 0
+    assert "has no bytecode" not in capsys.readouterr().out
+
+
 def test_doctor_fails_where_nothing_can_be_written(capsys, tmp_path):
     assert main(["doctor", "--dir", str(tmp_path / "gone")]) == 1
     assert "missing" in capsys.readouterr().out

@@ -14,6 +14,7 @@ import platform
 import shutil
 import socket
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -64,6 +65,21 @@ def packages() -> Iterator[Finding]:
         yield from _foreign_vision()
     for name in filter(_version, OPTIONAL):
         yield Finding("ok", f"{name} {_version(name)}")
+    yield from _uncompiled()
+
+
+def _uncompiled() -> Iterator[Finding]:
+    """Without bytecode every process of a run compiles torch and transformers anew."""
+    for name in ("torch", "transformers"):
+        spec = importlib.util.find_spec(name)
+        origin = spec.origin if spec is not None else None
+        compiled = origin is None or Path(importlib.util.cache_from_source(origin)).exists()
+        if sys.dont_write_bytecode and not compiled:
+            yield Finding(
+                "warning",
+                f"PYTHONDONTWRITEBYTECODE is set and {name} has no bytecode: every process compiles"
+                " it at its start, seconds each; unset it, or run python -m compileall on it once",
+            )
 
 
 def _version(name: str) -> str | None:

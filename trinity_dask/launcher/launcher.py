@@ -91,17 +91,18 @@ class Launcher:
 
     async def _run_stages(self) -> None:
         first = self._first_stage()
-        if first < len(self.stages):
-            async with WarmUp(self.stages[first:]) as warm_up:
-                await self._check_inputs()
-                await asyncio.to_thread(_stage_runners)
-                await warm_up.wait()
-        for index in range(first, len(self.stages)):
-            if self._stop_reason:
-                break
-            await self._run_stage(index)
-            if not self._stop_reason:
-                self._save_stage(index, finished=True)
+        if first >= len(self.stages):
+            return
+        async with WarmUp(self.stages[first:]) as warm_up:
+            await self._check_inputs()
+            await asyncio.to_thread(_stage_runners)
+            for index in range(first, len(self.stages)):
+                if self._stop_reason:
+                    break
+                await warm_up.wait(self.stages[index])
+                await self._run_stage(index)
+                if not self._stop_reason:
+                    self._save_stage(index, finished=True)
 
     @property
     def _benches(self) -> bool:

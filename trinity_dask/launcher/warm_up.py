@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Optional
 
-from distributed import Future
+from distributed import Client, Future
 
 from trinity_dask.cluster.context import worker_client
 from trinity_dask.cluster.placement import slot_labels
@@ -37,37 +37,50 @@ ENGINE_MODULES = {
 class WarmUp:
     """Imports on the workers of ``stages``, as an asynchronous context manager.
 
+    The first stage's workers begin at once. The others begin when those are ready, beside the
+    first steps: an engine's imports take a core for seconds that the first stage, if it only
+    trains, would have to wait for.
+
     To be used on the event loop of a worker.
     """
 
     def __init__(self, stages: Iterable[Config]) -> None:
-        self._modules = modules_by_slot(stages)
-        self._futures: list[Future] = []
+        self._stages = list(stages)
+        self._client: Optional[Client] = None
+        self._begun = set[str]()  # slots
+        self._imports: dict[str, Future] = {}  # by slot; while somebody waits for it
 
     async def __aenter__(self) -> WarmUp:
         try:
-            client = await worker_client()
-            present = await slot_labels(client)
+            self._client = await worker_client()
+            await self._begin(self._stages[:1])
         except (OSError, RuntimeError) as error:
             log.info("the workers are not warmed up: %s", error)
-            return self
-        for slot in sorted(present & self._modules.keys()):
-            future = client.submit(
-                import_modules,
-                self._modules[slot],
-                resources={slot_resource(slot): 1},
-                pure=False,
-            )
-            self._futures.append(future)
         return self
 
-    async def wait(self, timeout_s: float = WAIT_S) -> None:
-        """Until every worker has imported its modules; they have plenty of time for it."""
+    async def _begin(self, stages: Iterable[Config]) -> None:
+        if self._client is None:
+            return
+        modules = modules_by_slot(stages)
+        for slot in sorted(await slot_labels(self._client) & modules.keys() - self._begun):
+            self._begun.add(slot)
+            self._imports[slot] = self._client.submit(
+                import_modules, modules[slot], resources={slot_resource(slot): 1}, pure=False
+            )
+
+    async def wait(self, stage: Config, timeout_s: float = WAIT_S) -> None:
+        """Until the workers of ``stage`` have imported; they have plenty of time for it."""
         try:
             async with asyncio.timeout(timeout_s):
-                await asyncio.gather(*(future.exception() for future in self._futures))
+                needed = modules_by_slot([stage]).keys() & self._imports.keys()
+                await asyncio.gather(*(self._imports[slot].exception() for slot in needed))
+                for slot in needed:  # or Dask would import again beside an actor's birth
+                    self._imports.pop(slot).release()
+                await self._begin(self._stages)
         except TimeoutError:
             log.warning("workers still import after %g s; going on", timeout_s)
+        except (OSError, RuntimeError) as error:
+            log.info("no more workers are warmed up: %s", error)
 
     async def __aexit__(
         self,
@@ -75,7 +88,7 @@ class WarmUp:
         error: Optional[BaseException],
         trace: Optional[TracebackType],
     ) -> None:
-        for future in self._futures:
+        for future in self._imports.values():
             future.release()
 
 
