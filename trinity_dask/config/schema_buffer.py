@@ -23,13 +23,15 @@ class FormatConfig:
     prompt_key: str = "prompt"  # column of the prompt
     response_key: str = "response"  # column of the answer, or of the truth it is compared with
     messages_key: str = "messages"  # dpo: the turns before the answers
-    tools_key: str = "tools"  # tool schemas of a conversation: a list, or its JSON text
+    tools_key: str = "tools"  # column of tool schemas: a list, or its JSON text
     chosen_key: str = "chosen"  # dpo only
     rejected_key: str = "rejected"  # dpo only
     workflow_key: str = ""  # column with the task's own workflow; "" = the taskset's
     reward_fn_key: str = ""  # column with the task's own reward function; "" = the taskset's
-    system_prompt: Optional[str] = None  # put before every prompt
+    # put before every prompt that has no system prompt of its own
+    system_prompt: Optional[str] = None
     system_prompt_key: str = ""  # column with the row's own system prompt
+    reply_prefix: Optional[str] = None  # how every reply begins; part of the prompt, not learned
     # sft messages: learn every assistant turn, not only the last one
     enable_concatenated_multi_turn: bool = False
     # false: the prompt text is tokenised as it is, without the chat template

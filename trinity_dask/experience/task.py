@@ -20,7 +20,7 @@ class Task:
     is the group size in runs; ``greedy_baseline`` adds a run at temperature 0, whose reward
     becomes ``info["reward_baseline"]`` of the others. ``batch_id`` and ``task_id`` are
     stamped when the task is scheduled; ``index`` tells where the row came from
-    (``{"index": i, "taskset_id": k}``).
+    (``{"index": i, "taskset_id": k}``), ``source`` its file and row, for messages.
     """
 
     workflow: str
@@ -36,6 +36,7 @@ class Task:
     batch_id: int | str = ""
     task_id: int | str = ""
     index: dict[str, Any] = field(default_factory=dict)
+    source: str = ""
 
     def __post_init__(self) -> None:
         if self.repeat_times < 1:

@@ -1,4 +1,4 @@
-"""The one place where a tokenizer is loaded, so that every part sees the same ids."""
+"""The one place where a tokenizer is loaded and a chat written out: all see the same ids."""
 
 from __future__ import annotations
 
@@ -23,6 +23,24 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def chat_prompt(
+    tokenizer: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+) -> str:
+    """``messages`` by the chat template, up to where the assistant begins to speak.
+
+    Text of the assistant's at the end is a reply that has begun: it follows as it is, and is
+    continued.
+    """
+    begun = ""
+    last = messages[-1]
+    if last["role"] == "assistant" and last.keys() == {"role", "content"} and len(messages) > 1:
+        begun, messages = str(last["content"]), messages[:-1]
+    text = tokenizer.apply_chat_template(
+        messages, tools=tools, tokenize=False, add_generation_prompt=True
+    )
+    return text + begun
 
 
 def decode_all(tokenizer: Any, sequences: Sequence[Sequence[int]]) -> list[str]:

@@ -25,7 +25,7 @@ from trinity_dask.models.protocol import (
     InferenceEngine,
     SamplingParams,
 )
-from trinity_dask.models.tokenizer import decode_all, load_tokenizer
+from trinity_dask.models.tokenizer import chat_prompt, decode_all, load_tokenizer
 
 __all__ = ["ModelWrapper", "Prompts", "load_tokenizer"]
 
@@ -123,7 +123,8 @@ class ModelWrapper:
     ) -> list[Experience]:
         """Sample ``n`` (default 1) assistant turns that follow ``messages``.
 
-        The chat template is applied with the generation prompt.
+        The chat template is applied with the generation prompt. A last message of the
+        assistant's is a reply that has begun, and is continued.
         """
         text = self._render(messages, tools)
         ids = self.tokenizer.encode(text, add_special_tokens=False)
@@ -191,9 +192,7 @@ class ModelWrapper:
     ) -> str:
         if not messages:
             raise ValueError("chat needs at least one message (got an empty list)")
-        return self.tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=True
-        )
+        return chat_prompt(self.tokenizer, messages, tools)
 
     def get_message_token_len(self, messages: list[dict[str, Any]]) -> int:
         """Tokens of ``messages`` under the chat template, with the generation prompt."""

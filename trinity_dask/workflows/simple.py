@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Optional
 
+from trinity_dask.buffer.data.prompts import Prompt, prompt_of
+from trinity_dask.config.schema import FormatConfig
 from trinity_dask.experience import PROMPT_TRUNCATED, RESPONSE_TRUNCATED, Experience
 from trinity_dask.experience.task import Task
 from trinity_dask.workflows.scoring import REWARD_TIMEOUT_S, Facts, Reward, Score, score_all
@@ -66,28 +68,16 @@ class SimpleWorkflow(Workflow):
 
     async def sample(self, n: int) -> list[Experience]:
         """``n`` answers to the task's prompt."""
-        if not self.task.format_args.get("apply_chat_template", True):
-            return await self.model.generate_async(self.prompt_text(), n=n)
-        return await self.model.chat_async(self.messages(), n=n)
+        prompt = self.prompt()
+        if prompt.text is not None:
+            return await self.model.generate_async(prompt.text, n=n)
+        return await self.model.chat_async(prompt.chat, tools=prompt.tools, n=n)
 
-    def prompt_text(self) -> str:
-        """The plain prompt. Raises ValueError when the row has none."""
-        text = self.task.task_desc
-        if not isinstance(text, str):
-            key = self.task.format_args.get("prompt_key") or "prompt"
-            raise ValueError(
-                f"task {self.task.index}: column {key!r} has no text (the row has "
-                f"{sorted(self.task.raw_task)}); set format.prompt_key"
-            )
-        return text
-
-    def messages(self) -> list[dict[str, Any]]:
-        """The chat that asks the question."""
-        if self.task.format_args.get("prompt_type") == "messages":
-            return list(self.task.column("messages_key", "messages") or [])
-        system = self.task.format_args.get("system_prompt") or self.default_system_prompt
-        head = [{"role": "system", "content": system}] if system else []
-        return [*head, {"role": "user", "content": self.prompt_text()}]
+    def prompt(self) -> Prompt:
+        """What the row asks. Raises DataError (file, row, column) when it is no text."""
+        where = self.task.source or f"task {self.task.index}"
+        fmt = FormatConfig(**self.task.format_args)
+        return prompt_of(self.task.raw_task, fmt, where, self.default_system_prompt)
 
     async def score(self, experiences: Sequence[Experience]) -> list[Score]:
         """Reward parts, or the error, of each answer."""

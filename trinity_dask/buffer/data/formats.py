@@ -9,26 +9,30 @@ chat template breaks this, an error says so instead of a mask that is shifted.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from typing import Any
 
+import jinja2
 import numpy as np
 
+from trinity_dask.buffer.data.prompts import (
+    Ids,
+    Messages,
+    Prompt,
+    parse_messages,
+    prompt_of,
+    template_error,
+    text_of,
+)
 from trinity_dask.buffer.errors import DataError
 from trinity_dask.config.schema import FormatConfig
 from trinity_dask.experience import EID, RESPONSE_TRUNCATED, Experience
 from trinity_dask.registry import Registry
 
-Ids = list[int]
-Messages = list[dict[str, Any]]
-
-
 FORMATTERS: Registry[Any] = Registry("schema of training rows")
 
 
 class RowFormatter:
-    """What all formats share: the tokenizer, the prompt and the length limit.
+    """What all formats share: the tokenizer, the answer's ids and the length limit.
 
     A format has ``columns`` (those that every row needs), ``rows_per_unit`` and
     ``format_unit(row, eid, where)``, the experiences of one row.
@@ -44,40 +48,40 @@ class RowFormatter:
         if fmt.append_eos and tokenizer.eos_token_id is None:
             raise DataError("append_eos is on, but the tokenizer has no end-of-sequence token")
 
-    def _prompt(self, row: dict[str, Any]) -> Ids:
-        """The prompt column, through the chat template up to where the assistant begins."""
-        question = str(row[self.fmt.prompt_key])
-        if not self.fmt.apply_chat_template:
-            return list(self.tokenizer.encode(question, add_special_tokens=True))
-        messages = [{"role": "user", "content": question}]
-        system = row.get(self.fmt.system_prompt_key) or self.fmt.system_prompt
-        if system:
-            messages.insert(0, {"role": "system", "content": str(system)})
-        return render(self.tokenizer, messages, generation_prompt=True)
-
-    def _answer(self, text: str) -> Ids:
-        """An answer column, with the end-of-sequence token when ``append_eos`` is on."""
-        return self._ended(list(self.tokenizer.encode(text, add_special_tokens=False)))
-
     def _ended(self, response: Ids) -> Ids:
         eos = self.tokenizer.eos_token_id
         if not self.fmt.append_eos or response[-1:] == [eos]:
             return response
         return [*response, eos]
 
-    def _last_turns(
-        self,
-        before: list[dict[str, Any]],
-        answer: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
-        where: str,
-    ) -> tuple[Ids, Ids]:
+    def _text_answer(self, prompt: Prompt, text: str) -> tuple[Ids, Ids]:
+        """Prompt and response ids of an answer column of text."""
+        spoken = text.removeprefix(prompt.reply_prefix)
+        response = self.tokenizer.encode(spoken, add_special_tokens=False)
+        return prompt.encode(self.tokenizer), self._ended(list(response))
+
+    def _last_turns(self, prompt: Prompt, answer: Messages) -> tuple[Ids, Ids]:
         """Prompt and response ids of turns that the assistant ends."""
-        prompt = render(self.tokenizer, before, tools, generation_prompt=True)
-        response = answer_ids(prompt, render(self.tokenizer, before + answer, tools), where)
+        first = answer[0]
+        if not first["content"].startswith(prompt.reply_prefix):
+            first = {**first, "content": prompt.reply_prefix + first["content"]}
+        asked = prompt.render(self.tokenizer)
+        ids = prompt.encode(self.tokenizer)
+        turns = [*prompt.messages, first, *answer[1:]]
+        whole = render(self.tokenizer, turns, prompt.tools, where=prompt.where)
+        try:
+            response = answer_ids(ids, whole, prompt.where)
+        except DataError:
+            # the answer's first characters may share a token with the prompt's last ones;
+            # what is sampled never does
+            text = self.tokenizer.apply_chat_template(turns, tools=prompt.tools, tokenize=False)
+            if not text.startswith(asked):
+                raise
+            rest = text[len(asked) :]
+            response = list(self.tokenizer.encode(rest, add_special_tokens=False))
         if self.fmt.append_eos:
             response = self._ended(without_tail(response, self.tokenizer.eos_token_id))
-        return prompt, response
+        return ids, response
 
     def _experience(
         self,
@@ -137,16 +141,16 @@ class SFTFormatter(RowFormatter):
             DataError: the row has no response, is no conversation, or its prompt alone
                 fills ``max_tokens``; ``where`` is named.
         """
+        asked = prompt_of(row, self.fmt, where)
         if self.fmt.prompt_type != "messages":
-            question, answer = str(row[self.fmt.prompt_key]), str(row[self.fmt.response_key])
-            texts = {"prompt_text": question, "response_text": answer}
-            prompt, response = self._prompt(row), self._answer(answer)
+            answer = text_of(row, self.fmt.response_key, where, "format.response_key")
+            texts = {"prompt_text": row[self.fmt.prompt_key], "response_text": answer}
+            prompt, response = self._text_answer(asked, answer)
             return [self._experience(prompt, response, eid, where, None, **texts)]
-        messages = parse_messages(row[self.fmt.messages_key], self.fmt.messages_key, where)
-        tools = parse_tools(row.get(self.fmt.tools_key), where)
-        extra: dict[str, Any] = {"messages": messages, "tools": tools}
+        messages = [*asked.messages, *asked.answer]
+        extra: dict[str, Any] = {"messages": messages, "tools": asked.tools}
         if self.fmt.enable_concatenated_multi_turn:
-            ids, mask = assistant_mask(self.tokenizer, messages, tools, where)
+            ids, mask = assistant_mask(self.tokenizer, messages, asked.tools, where)
             if True not in mask:
                 raise DataError(
                     f"{where}: no turn of the conversation can be learned; one must be the "
@@ -155,12 +159,12 @@ class SFTFormatter(RowFormatter):
             first, end = mask.index(True), len(mask) - mask[::-1].index(True)
             prompt, response, mask = ids[:first], ids[first:end], mask[first:end]
             return [self._experience(prompt, response, eid, where, mask, **extra)]
-        if len(messages) < 2 or messages[-1]["role"] != "assistant":
+        if not asked.answer or not asked.messages:
             raise DataError(
                 f"{where}: a conversation needs at least two messages, the last one by the "
                 f"assistant (got {[m['role'] for m in messages]})"
             )
-        prompt, response = self._last_turns(messages[:-1], messages[-1:], tools, where)
+        prompt, response = self._last_turns(asked, asked.answer)
         return [self._experience(prompt, response, eid, where, **extra)]
 
 
@@ -182,7 +186,7 @@ class CPTFormatter(RowFormatter):
 
     def format_unit(self, row: dict[str, Any], eid: EID, where: str) -> list[Experience]:
         """Raises DataError: the text has fewer than two tokens."""
-        text = str(row[self.fmt.prompt_key])
+        text = text_of(row, self.fmt.prompt_key, where, "format.prompt_key")
         ids = self._ended(list(self.tokenizer.encode(text, add_special_tokens=True)))
         return [self._experience(ids[:1], ids[1:], eid, where, response_text=text)]
 
@@ -210,83 +214,47 @@ class DPOFormatter(RowFormatter):
         """Raises DataError: an answer is empty, or a conversation is none."""
         # the epoch, which eid.run counts, must not make one group of two pairs
         batch = eid.batch if eid.run == 0 else f"{eid.batch}@{eid.run}"
+        asked = prompt_of(row, self.fmt, where)
         pair = []
-        for run, key in enumerate((self.fmt.chosen_key, self.fmt.rejected_key)):
+        for run, kind in enumerate(("chosen_key", "rejected_key")):
+            key = getattr(self.fmt, kind)
             texts: dict[str, str] = {}
             if self.fmt.prompt_type == "messages":
-                before = parse_messages(row[self.fmt.messages_key], self.fmt.messages_key, where)
-                answer = parse_messages(row[key], key, where)
+                answer = parse_messages(row.get(key), key, where)
                 if answer[-1]["role"] != "assistant":
                     raise DataError(f"{where}: the last turn of {key!r} must be the assistant's")
-                prompt, response = self._last_turns(before, answer, None, where)
+                prompt, response = self._last_turns(asked, answer)
             else:
-                texts = {
-                    "prompt_text": str(row[self.fmt.prompt_key]),
-                    "response_text": str(row[key]),
-                }
-                prompt, response = self._prompt(row), self._answer(str(row[key]))
+                text = text_of(row, key, where, f"format.{kind}")
+                texts = {"prompt_text": row[self.fmt.prompt_key], "response_text": text}
+                prompt, response = self._text_answer(asked, text)
             of_run = EID(batch, eid.task, run, eid.step, eid.suffix)
             pair.append(self._experience(prompt, response, of_run, where, None, **texts))
         return pair
 
 
 # -- conversations as token ids ---------------------------------------------------------
-def as_list(value: Any, what: str, where: str) -> list[Any]:
-    """A list, or the JSON text of one. Raises DataError with ``where``."""
-    try:
-        parsed = json.loads(value) if isinstance(value, str) else value
-    except ValueError as error:
-        raise DataError(f"{where}: {what} is no JSON ({error})") from error
-    if isinstance(parsed, dict):
-        parsed = [parsed]
-    if not isinstance(parsed, Sequence) or not all(isinstance(item, dict) for item in parsed):
-        raise DataError(f"{where}: {what} must be a list of objects (got {type(parsed).__name__})")
-    return list(parsed)
-
-
-def parse_messages(value: Any, what: str, where: str) -> Messages:
-    """Messages without the keys that columnar files fill with null."""
-    messages = as_list(value, what, where)
-    if not messages:
-        raise DataError(f"{where}: {what} has no message")
-    for message in messages:
-        if not message.get("role"):
-            raise DataError(f"{where}: a message of {what} has no role (got {sorted(message)})")
-    return [_without_nulls(message) for message in messages]
-
-
-def parse_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
-    """Tool schemas from a list or its JSON text; None for an empty cell."""
-    if value is None or value in ("", []):
-        return None
-    return [_without_nulls(tool) for tool in as_list(value, "the tools", where)]
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
-    return value
-
-
 def render(
     tokenizer: Any,
     messages: Messages,
     tools: list[dict[str, Any]] | None = None,
     *,
     generation_prompt: bool = False,
+    where: str = "conversation",
 ) -> Ids:
-    """Token ids of a conversation by the tokenizer's chat template."""
-    return list(
-        tokenizer.apply_chat_template(
-            messages,
-            tools=tools,
-            tokenize=True,
-            return_dict=False,
-            add_generation_prompt=generation_prompt,
+    """Token ids of a conversation by the chat template. Raises DataError where it refuses."""
+    try:
+        return list(
+            tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                tokenize=True,
+                return_dict=False,
+                add_generation_prompt=generation_prompt,
+            )
         )
-    )
+    except (jinja2.TemplateError, TypeError) as error:
+        raise template_error(where, error) from error
 
 
 def answer_ids(prompt: Ids, whole: Ids, where: str) -> Ids:
@@ -333,7 +301,7 @@ def assistant_mask(
             return_assistant_tokens_mask=True,
         )
         return list(found["input_ids"]), [bool(bit) for bit in found["assistant_masks"]]
-    ids = render(tokenizer, messages, tools)
+    ids = render(tokenizer, messages, tools, where=where)
     mask = [False] * len(ids)
     first = 0
     if "<think>" in template:
@@ -353,9 +321,9 @@ def _mark_turn(
     mask: list[bool],
     where: str,
 ) -> None:
-    after = render(tokenizer, upto, tools)
+    after = render(tokenizer, upto, tools, where=where)
     if upto[:-1]:
-        before = render(tokenizer, upto[:-1], tools, generation_prompt=True)
+        before = render(tokenizer, upto[:-1], tools, generation_prompt=True, where=where)
     else:
         # some templates refuse an empty conversation: the generation prompt is what they
         # put after any other

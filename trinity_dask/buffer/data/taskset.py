@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from trinity_dask.buffer.data.prompts import prompt_of
 from trinity_dask.buffer.data.readers import RowReader
 from trinity_dask.buffer.data.selectors import make_selector
 from trinity_dask.buffer.errors import DataError, EndOfTasks
@@ -137,7 +138,10 @@ class Taskset:
             task = copy.deepcopy(self._template)  # a workflow may write into its arguments
             task.raw_task = self._reader[index]
             task.index = {"index": index, "taskset_id": self._taskset_id}
+            task.source = self._reader.where(index)
             fmt = self.cfg.format
+            if fmt.messages_key if fmt.prompt_type == "messages" else fmt.prompt_key:
+                prompt_of(task.raw_task, fmt, task.source)  # refused here, not by each worker
             task.workflow = task.raw_task.get(fmt.workflow_key) or task.workflow
             task.reward_fn = task.raw_task.get(fmt.reward_fn_key) or task.reward_fn
             tasks.append(task)

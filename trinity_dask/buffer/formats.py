@@ -1,0 +1,14 @@
+"""The earlier path of the formats of training rows.
+
+Invariant: nothing is defined here, and nothing is loaded before it is used.
+"""
+
+from __future__ import annotations
+
+from trinity_dask import lazy
+
+_SOURCES = dict.fromkeys(
+    ("FORMATTERS", "CPTFormatter", "DPOFormatter"), "trinity_dask.buffer.data.formats"
+)
+__all__ = list(_SOURCES)
+__getattr__ = lazy.names(__name__, _SOURCES)

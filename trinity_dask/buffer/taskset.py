@@ -1,0 +1,13 @@
+"""The earlier path of a taskset.
+
+Invariant: nothing is defined here, and nothing is loaded before it is used.
+"""
+
+from __future__ import annotations
+
+from trinity_dask import lazy
+
+_NAMES = ("Taskset",)
+_SOURCES = dict.fromkeys(_NAMES, "trinity_dask.buffer.data.taskset")
+__all__ = list(_SOURCES)
+__getattr__ = lazy.names(__name__, _SOURCES)
