@@ -25,6 +25,6 @@ def test_ctrl_c_saves_exits_130_and_resumes(tmp_path: Path) -> None:
     assert "Traceback" not in jobs.output(root)
 
     again = jobs.start(root, *jobs.shape(STEPS))
-    assert again.process.wait(timeout=240) == 0, jobs.output(root)[-3000:]
+    assert again.process.wait(timeout=400) == 0, jobs.output(root)[-3000:]
     assert again.wait_gone() == []
     jobs.check_lineage(jobs.stage_dir(root, "grpo"), STEPS)

@@ -71,7 +71,7 @@ def test_a_version_that_is_wanted_stays_and_at_the_end_nothing_is_left(
         published = shelf.get(version)
         assert published is not None
         assert receive(published.path, options, version).checksum == sums[version]
-    shelf.round_trip(b"speed")
+    assert (asyncio.run(shelf.bare_bytes_per_s(1000)) or 0) > 0  # its sample goes again
     shelf.remove_all()
     assert fsspec.filesystem("s3", **options).find("runs/shelf") == []
 

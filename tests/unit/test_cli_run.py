@@ -140,6 +140,14 @@ def test_a_sweep_runs_every_value_in_its_own_directory(jobs):
     assert len(list(Path.cwd().glob("runs/multirun/*/*/multirun.yaml"))) == 1
 
 
+def test_what_a_sweep_does_not_vary_is_in_no_directorys_name(jobs):
+    """Hydra writes overrides in a form of its own: false as False, a colon with a backslash."""
+    same = ["monitor.curves=false", "++cluster.trainer.env={A: 'c:d'}"]
+    assert main(["run", *ROWS, *same, "seed=1,2", "--multirun", "engine=fake"]) == 0
+    names = {Path(str(config.job_dir)).name for config in jobs[0]}
+    assert names == {"0_seed=1", "1_seed=2"}
+
+
 def test_a_failed_job_of_a_sweep_does_not_stop_the_others(capsys, jobs):
     jobs[1].extend([0, 1, 0])
     assert main(["run", *ROWS, "seed=1,2,3", "--multirun"]) == 1

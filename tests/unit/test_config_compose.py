@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from trinity_dask.config import (
     Config,
@@ -27,6 +28,43 @@ from trinity_dask.config.paths import groups
 ROOT = Path(__file__).parents[2]
 DEMO = "+experiment=sort_digits"
 TINY = "+experiment=sort_digits_tiny"
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("buffer.operators=[]", "buffer.operators", []),
+        (
+            "algorithm.advantage_fn_args={epsilon: 0.5}",
+            "algorithm.advantage_fn_args",
+            {"epsilon": 0.5},
+        ),
+        (
+            "cluster.trainer.env={A: '1,2', B: 'x=y'}",
+            "cluster.trainer.env",
+            {"A": "1,2", "B": "x=y"},
+        ),
+        ("cluster.rollout={env: {A: b}, n_workers: 3}", "cluster.rollout.env", {"A": "b"}),
+        (
+            "algorithm.optimizer={lr: 1e-4, weight_decay: 0.5}",
+            "algorithm.optimizer.weight_decay",
+            0.5,
+        ),
+        ("trainer={grad_clip: 0.25}", "trainer.grad_clip", 0.25),
+    ],
+)
+def test_a_mapping_or_a_list_is_a_value_like_any_other(override, key, value):
+    tree = compose_tree(["engine=fake", override])
+    assert OmegaConf.to_object(tree)  # every node has its type
+    found = OmegaConf.select(tree, key)
+    assert (OmegaConf.to_container(found) if OmegaConf.is_config(found) else found) == value
+
+
+def test_a_wrong_key_in_a_mapping_is_named_as_it_was_written():
+    with pytest.raises(
+        ConfigError, match=r"'algorithm\.optimizer\.lrr'; did you mean 'algorithm\.opt"
+    ):
+        compose_tree(["engine=fake", "algorithm.optimizer={lrr: 1e-5}"])
 
 
 @pytest.mark.parametrize(

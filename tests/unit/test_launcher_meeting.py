@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +14,7 @@ import pytest
 
 from trinity_dask.buffer.experience_buffer import ExperienceBuffer
 from trinity_dask.config.schema import Config
-from trinity_dask.launcher.job_lock import JobInUse, JobLock, claims_of, is_locked
+from trinity_dask.launcher.job_lock import JobInUse, JobLock, claims_of, is_locked, wait_unlocked
 from trinity_dask.launcher.meeting import TRAINER, CannotJoin, Meeting, PeerLost
 from trinity_dask.launcher.stages import TrainStage
 from trinity_dask.launcher.status import End, StatusBoard, end_of
@@ -132,6 +136,55 @@ def test_ends() -> None:
     assert end_of(None, stopping=True) == End("interrupted")
     assert end_of(asyncio.CancelledError(), stopping=False) == End("interrupted")
     assert end_of(ValueError("x"), stopping=True) == End("failed", "ValueError: x")
+
+
+def flock_of(rule: str) -> Callable[[Any, int], None]:
+    """``flock`` as NFS has it (flock(2), "NFS details"), or as a file system without it."""
+    real = fcntl.flock
+
+    def flock(file: Any, operation: int) -> None:
+        if rule == "none":
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        mode = fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE
+        wanted = os.O_WRONLY if operation & fcntl.LOCK_EX else os.O_RDONLY
+        if mode not in (os.O_RDWR, wanted):
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        real(file, operation)
+
+    return flock
+
+
+@pytest.mark.parametrize("mode", ["both", "train", "explore", "bench"])
+def test_locks_on_nfs_are_seen_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", flock_of("nfs"))
+    claims = claims_of([config(tmp_path, mode)])
+
+    async def main() -> None:
+        for _ in range(2):  # the second start finds the files of the first
+            async with JobLock(tmp_path, 0.0, claims=claims):
+                assert is_locked(tmp_path, claims)
+                with pytest.raises(JobInUse):
+                    wait_unlocked(tmp_path, 0.0, claims)
+            assert not is_locked(tmp_path, claims)
+            wait_unlocked(tmp_path, 0.0, claims)
+
+    asyncio.run(main())
+
+
+def test_a_file_system_without_locks_is_warned_about_and_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", flock_of("none"))
+
+    async def main() -> None:
+        async with JobLock(tmp_path, 0.0):
+            assert not is_locked(tmp_path)
+
+    asyncio.run(main())
+    assert "run.lock cannot be locked" in caplog.text
+    assert "checkpoint_root_dir" in caplog.text
 
 
 def test_a_whole_run_a_trainer_an_explorer_and_a_benchmark(tmp_path: Path) -> None:

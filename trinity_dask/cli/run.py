@@ -36,7 +36,9 @@ from trinity_dask.config.hints import (
     HYDRA_ERRORS,
     check_overrides,
     explain,
+    parse,
     single_values,
+    with_mappings,
 )
 from trinity_dask.config.job_dir import is_finished, stage_file
 from trinity_dask.config.paths import conf_dir, groups
@@ -95,6 +97,8 @@ def main(args: Sequence[str]) -> int:
     if flags.help:
         print(help_text(flags.config_dir))
         return 0
+    only_flags = [item for item in args if item not in flags.overrides and item != "--"]
+    flags.overrides = with_mappings(flags.overrides)
     session = Session(sweeping=flags.multirun or "hydra.mode=MULTIRUN" in flags.overrides)
     if not (flags.hydra_help or flags.shell_completion or flags.experimental_rerun):
         session.check_first(flags)
@@ -104,7 +108,6 @@ def main(args: Sequence[str]) -> int:
 
     register_schema()
     known = {"version_base": VERSION_BASE, "config_path": str(conf_dir()), "config_name": "config"}
-    only_flags = [item for item in args if item not in flags.overrides and item != "--"]
     try:
         with _hydra_arguments([*only_flags, *flags.overrides]):
             hydra.main(**known)(job)()
@@ -146,7 +149,7 @@ class Session:
     """What one call of the command knows: what all its jobs share, and how they ended."""
 
     sweeping: bool
-    fixed: list[str] = field(default_factory=list)  # overrides that all jobs of a sweep have
+    fixed: set[str] = field(default_factory=set)  # keys that all jobs of a sweep have alike
     codes: list[int] = field(default_factory=list)
     refused: Optional[ConfigError] = None
 
@@ -163,7 +166,8 @@ class Session:
             check_overrides(flags.overrides, flags.config_dir)
             return
         jobs = list(single_values(flags.overrides)) if self.sweeping else [flags.overrides]
-        self.fixed = [item for item in jobs[0] if all(item in other for other in jobs)]
+        given = map(parse, flags.overrides)
+        self.fixed = {item.get_key_element() for item in given if not item.is_sweep_override()}
         for overrides in jobs:
             tree = compose_tree(overrides, flags.config_name or "config", flags.config_dir)
             if not only_shows:
@@ -173,7 +177,7 @@ class Session:
         """Run one composed configuration to its end; returns what a sweeper may optimise."""
         overrides, label = [str(item) for item in HydraConfig.get().overrides.task], None
         if self.sweeping:
-            swept = [item for item in overrides if item not in self.fixed]
+            swept = [o for o in overrides if parse(o).get_key_element() not in self.fixed]
             label = job_label(HydraConfig.get().job.num, swept)
             print(f"== job {label}", flush=True)
         try:

@@ -16,7 +16,7 @@ from types import TracebackType
 from distributed import Client
 
 from trinity_dask.cluster import claims, plugins
-from trinity_dask.cluster.local import LocalGroups
+from trinity_dask.cluster.local import LocalGroups, dashboard_of
 from trinity_dask.cluster.placement import scheduler_of
 from trinity_dask.cluster.slots import ROLLOUT, RUNNER
 from trinity_dask.cluster.specs import ClusterError, needed_workers
@@ -52,7 +52,7 @@ class RunCluster:
         self.run_id = run_id
         self.shared = False  # other runs of the job are on the cluster when this one leaves
         self.scheduler_address: str = scheduler_of(client).address
-        self.dashboard_link = local.dashboard_link if local else _dashboard_of(client)
+        self.dashboard_link = local.dashboard_link if local else dashboard_of(client)
         self.owns_workers = local is not None
         self._local, self._owns_client = local, owns_client
         self._closed = False
@@ -236,10 +236,6 @@ def _too_few(client: Client, plan: claims.Plan, waited_s: float) -> str:
         f"(`trinity-dask worker {address} --group {group} --index {plan.present[group]}`, or "
         "plain Dask workers), or lower cluster.<group>.n_workers"
     )
-
-
-def _dashboard_of(client: Client) -> str | None:
-    return client.dashboard_link or None
 
 
 def _bounded(job: Callable[[], object], timeout_s: float, what: str) -> None:

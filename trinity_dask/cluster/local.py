@@ -19,7 +19,7 @@ from typing import Any
 
 import dask
 import psutil
-from distributed import Scheduler, SpecCluster
+from distributed import Client, Scheduler, SpecCluster
 from distributed.utils import LoopRunner, sync
 
 from trinity_dask.cluster.logs import driver_log
@@ -34,6 +34,8 @@ from trinity_dask.cluster.specs import (
 from trinity_dask.config.schema import ClusterConfig, Config
 
 logger = logging.getLogger(__name__)
+
+PLAIN_LINK = "{scheme}://{host}:{port}/status"
 
 
 class LocalGroups:
@@ -55,7 +57,7 @@ class LocalGroups:
     def dashboard_link(self) -> str | None:
         if self._cluster is None or self._cfg.cluster.dashboard_address is None:
             return None
-        return self._cluster.dashboard_link
+        return dashboard_of(self._cluster)
 
     def start(self) -> None:
         """Start everything.
@@ -154,6 +156,19 @@ class LocalGroups:
             with contextlib.suppress(psutil.NoSuchProcess):
                 found.add(psutil.Process(pid))
         return found
+
+
+def dashboard_of(owner: SpecCluster | Client) -> str | None:
+    """The URL of the dashboard, by the site's template where that can be filled in here.
+
+    A site's ``distributed.dashboard.link`` may name variables of its JupyterHub, which a batch
+    job does not have; Dask raises when it reads the link then.
+    """
+    try:
+        return owner.dashboard_link or None
+    except (KeyError, IndexError, ValueError, AttributeError):
+        with dask.config.set({"distributed.dashboard.link": PLAIN_LINK}):
+            return owner.dashboard_link or None
 
 
 def _scratch_directory(cfg: Config) -> tuple[str, bool]:

@@ -25,7 +25,14 @@ from trinity_dask.config import checks
 from trinity_dask.config.derive import resolve_config
 from trinity_dask.config.errors import ConfigError, ConfigWarning, raise_if
 from trinity_dask.config.fields import values
-from trinity_dask.config.hints import HYDRA_ERRORS, check_overrides, explain, find_unknown, parse
+from trinity_dask.config.hints import (
+    HYDRA_ERRORS,
+    check_overrides,
+    explain,
+    find_unknown,
+    parse,
+    with_mappings,
+)
 from trinity_dask.config.paths import conf_dir
 from trinity_dask.config.schema import Config
 from trinity_dask.config.stages import setting_stages, split_stages, stage_problems
@@ -50,6 +57,7 @@ def compose_tree(
     Raises:
         ConfigError: an unknown key, group or option, or a value of the wrong type.
     """
+    overrides = with_mappings(overrides)
     check_overrides(overrides, config_dir)
     register_schema()
     extra = [f"hydra.searchpath=[file://{os.path.abspath(config_dir)}]"] if config_dir else []

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, IntervalSweep, Override
+from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import (
     ConfigKeyError,
@@ -210,6 +210,23 @@ def check_overrides(overrides: Sequence[str], config_dir: Optional[str] = None) 
     raise_if(problems)
 
 
+def with_mappings(overrides: Sequence[str]) -> list[str]:
+    """The same overrides, a mapping written as Hydra takes it: with a leading ``++``.
+
+    Hydra merges ``key={...}`` over what is there, and refuses the keys that an open section does
+    not have yet. Keys that do not exist are found in the composed tree instead.
+    """
+    return [_plain_mapping(parse(item)) or item for item in overrides]
+
+
+def _plain_mapping(override: Override) -> Optional[str]:
+    if override.is_add() or override.is_force_add() or override.is_delete():
+        return None
+    value = override.value()
+    values = value.list if isinstance(value, ChoiceSweep) else [value]
+    return f"++{override.input_line}" if all(isinstance(v, dict) for v in values) else None
+
+
 def parse(override: str) -> Override:
     """One override of Hydra's grammar."""
     try:
@@ -298,7 +315,9 @@ def _omegaconf(error: OmegaConfBaseException, prefix: str, override: Optional[st
             return problem
         if str(error.key) in key.split(".") or override is None:
             return f"{key} is not set by the presets; to add it write ++{override or key + '=...'}"
-        return str(check_key(f"{key}.0.{error.key}"))  # inside a list of sections
+        kind = kind_at(key)
+        entry = ".0" if kind is not None and kind.item is not None else ""  # a list of sections
+        return str(check_key(f"{key}{entry}.{error.key}"))
     if isinstance(error, ValidationError):  # of the wrong type
         inner = ".".join(split_path(error.full_key or ""))
         key = inner if inner.startswith(key + ".") else key

@@ -9,8 +9,10 @@ its own share it, each name once; a benchmark only reads, and excludes another b
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import json
+import logging
 import os
 import socket
 import time
@@ -22,7 +24,12 @@ from typing import IO, Any, Optional
 from trinity_dask.config import modes
 from trinity_dask.config.schema import Config
 
+log = logging.getLogger("trinity_dask.launcher")
+
 POLL_S = 0.2
+# a file system without flock (Lustre without -o flock, some FUSE), or a file of somebody else
+# on NFS, which can only be read
+NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL, errno.EBADF)
 SHARED, EXCLUSIVE = fcntl.LOCK_SH, fcntl.LOCK_EX
 Claim = tuple[str, int]  # file in the job directory, kind of lock
 WHOLE: tuple[Claim, ...] = (("run.lock", EXCLUSIVE),)
@@ -108,8 +115,10 @@ def is_locked(job_dir: str | Path, claims: Sequence[Claim] = WHOLE) -> bool:
 def _taken(job_dir: str | Path, claims: Sequence[Claim]) -> Optional[str]:
     """The first lock file that cannot be had."""
     for name, kind in claims:
+        path = Path(job_dir) / name
         try:
-            with open(Path(job_dir) / name, encoding="utf-8") as file:
+            # NFS has exclusive locks only on files that were opened for writing
+            with open(path, "r+" if os.access(path, os.W_OK) else "r", encoding="utf-8") as file:
                 if not _try(file, kind):
                     return name
         except FileNotFoundError:
@@ -122,6 +131,15 @@ def _try(file: IO[str], kind: int) -> bool:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        log.warning(
+            "%s cannot be locked (%s): nothing here keeps two runs out of one directory; on Lustre "
+            "mount with -o flock, or set checkpoint_root_dir to a file system with locks",
+            file.name,
+            os.strerror(error.errno),
+        )
     return True
 
 
