@@ -36,6 +36,11 @@ ROWS = {
     "rollout": [r"│ +1 │" + rf" +{NUMBER} │" * 3, rf"ratio of the medians: {NUMBER}"],
     "startup": [rf"^ +{NUMBER} s ", rf"^median {NUMBER} s"],
     "store": [rf"^{name} +{NUMBER} +{NUMBER}" for name in ("none", "lz4", "zstd")],
+    "taskset": [
+        rf"^{suffix} +{order}( +{NUMBER}){{4}}$"
+        for suffix in ("jsonl", r"jsonl\.gz", "csv", "parquet", "arrow")
+        for order in ("sequential", "shuffle")
+    ],
     "train_step": [
         *(rf"^{shape} +\d+ +{NUMBER} +{NUMBER}" for shape in ("sft", "grpo")),
         *(rf"{side} +{NUMBER} s/step" for side in ("bare", "trainer")),

@@ -70,8 +70,13 @@ class TasksetConfig:
     """A file of tasks (or of SFT rows)."""
 
     name: Optional[str] = None  # in metrics; None = taskset, taskset_<i> or eval_taskset_<i>
-    path: str = ""  # the file, a directory, or a data set of the Hugging Face hub
+    # a file, a pattern, a directory, any of them as an fsspec URL, a data set of the Hugging Face
+    # hub, or the URL of a database; see docs/data.md
+    path: str = ""
     split: str = "train"  # of a data set that has several
+    subset_name: Optional[str] = None  # of a data set that has several
+    storage_options: dict[str, Any] = field(default_factory=dict)  # passed to fsspec
+    query: Optional[str] = None  # of a database: a SELECT or a table; None = its only table
     format: FormatConfig = field(default_factory=FormatConfig)
     workflow: Optional[str] = None  # registered name, "module:Class" or "file.py:Class"
     reward_fn: Optional[str] = None  # registered name, "module:fn" or "file.py:fn"
@@ -118,7 +123,8 @@ class ExperienceBufferConfig:
     name: str = "experience"  # part of its directory
     # store: Arrow on fsspec, from the explorer; file: SFT rows
     storage_type: str = setting("store", choices=("store", "file"))
-    path: Optional[str] = None  # store: fsspec URL, default <job>/buffer/<name>; file: the rows
+    # store: fsspec URL, default <job>/buffer/<name>; file: the rows, as in a taskset
+    path: Optional[str] = None
     storage_options: dict[str, Any] = field(default_factory=dict)  # passed to fsspec
     # of the store's files; None = none
     compression: Optional[str] = setting(None, choices=("lz4", "zstd"))
@@ -129,6 +135,8 @@ class ExperienceBufferConfig:
     skip_corrupt: bool = False  # true: a damaged file is named, counted and skipped
     replay_buffer: ReplayBufferConfig = field(default_factory=ReplayBufferConfig)
     split: str = "train"  # of a data set that has several
+    subset_name: Optional[str] = None  # of a data set that has several
+    query: Optional[str] = None  # of a database: a SELECT or a table; None = its only table
     format: FormatConfig = field(default_factory=FormatConfig)
     data_selector: SelectorConfig = field(default_factory=SelectorConfig)
 

@@ -1,171 +1,144 @@
-"""Rows of a data set on disk: jsonl, json, parquet, csv, feather, or a ``datasets`` directory.
+"""Rows of a data set by number, wherever it lies and however it is written.
 
-Invariant: a row comes back as it is in the file. JSON lines are parsed one by one, so a
-key that only some rows have is absent in the others instead of null, and no string turns
-into a date; csv cells stay text, so ``013479`` keeps its zero.
+Invariant: opening costs what an index of the rows costs, not what the rows do; every row is
+read when it is asked for. The rows of several files are one sequence, in the files' order.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import bisect
+import itertools
+import lzma
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.csv
-import pyarrow.parquet
+import xxhash
 
+from trinity_dask.buffer.data.parts import Part, Row, open_part
+from trinity_dask.buffer.data.sources import find_sources
+from trinity_dask.buffer.data.sql import is_database, read_sql
 from trinity_dask.buffer.errors import DataError
+from trinity_dask.config.schema import ExperienceBufferConfig, TasksetConfig
 
-# a file's rows: how many there are, and the one at an index
-Rows = tuple[int, Callable[[int], dict[str, Any]]]
-
-
-def _read_json(path: Path) -> Rows:
-    """Lines are kept as bytes and parsed on access: a tenth of the memory of dicts."""
-    data = path.read_bytes()
-    if path.suffix == ".json" and data[:4096].lstrip().startswith(b"["):
-        array = json.loads(data)
-        for index, value in enumerate(array):
-            _check_row(value, f"{path}, row {index}")
-        return len(array), lambda index: dict(array[index])
-    lines = [(n, line) for n, line in enumerate(data.split(b"\n"), 1) if line.strip()]
-
-    def row(index: int) -> dict[str, Any]:
-        number, line = lines[index]
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{path}, line {number}: not JSON ({error})") from error
-        _check_row(value, f"{path}, line {number}")
-        return value
-
-    return len(lines), row
-
-
-def _check_row(value: Any, where: str) -> None:
-    if not isinstance(value, dict):
-        raise DataError(f"{where}: a row is a JSON object (got {type(value).__name__})")
-
-
-def _read_table(path: Path) -> Rows:
-    """csv as text; feather as the IPC file format or the stream format of ``datasets``."""
-    if path.suffix == ".csv":
-        parse = pa.csv.ParseOptions(newlines_in_values=True)
-        with pa.csv.open_csv(path, parse_options=parse) as reader:
-            names = reader.schema.names
-        options = pa.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()))
-        table = pa.csv.read_csv(path, parse_options=parse, convert_options=options)
-    elif path.suffix == ".parquet":
-        table = pa.parquet.read_table(path, memory_map=True)
-    else:
-        source = pa.memory_map(str(path))
-        try:
-            table = pa.ipc.open_file(source).read_all()
-        except pa.ArrowInvalid:
-            source.seek(0)
-            table = pa.ipc.open_stream(source).read_all()
-    return table.num_rows, lambda index: table.slice(index, 1).to_pylist()[0]
-
-
-FORMATS: dict[str, Callable[[Path], Rows]] = {
-    ".jsonl": _read_json,
-    ".json": _read_json,
-    ".parquet": _read_table,
-    ".csv": _read_table,
-    ".arrow": _read_table,
-    ".feather": _read_table,
-}
-
-
-def find_files(path: str, split: str) -> list[Path]:
-    """The data files behind ``path``: the file, or the split's files of a directory.
-
-    Raises:
-        DataError: nothing is there; the message says what was looked for.
-    """
-    source = Path(path).expanduser()
-    if source.is_file():
-        if source.suffix not in FORMATS:
-            raise DataError(f"{source}: known formats are {', '.join(FORMATS)}")
-        return [source]
-    if not source.is_dir():
-        raise DataError(f"no file or directory {path!r}; a data set must lie on a local disk")
-    for directory in (source / split, source):
-        state = directory / "state.json"  # written by datasets.Dataset.save_to_disk
-        if state.is_file():
-            names = json.loads(state.read_text())["_data_files"]
-            return [directory / file["filename"] for file in names]
-    folders = [source, source / "data", source / split]
-    found = [p for f in folders if f.is_dir() for p in sorted(f.iterdir()) if p.suffix in FORMATS]
-    files = []
-    for file in found:
-        stem = file.name.removesuffix(file.suffix)
-        named = stem == split or stem.startswith((f"{split}-", f"{split}_"))
-        if named or file.parent == source / split:
-            files.append(file)
-    if not files:
-        there = ", ".join(p.name for p in found[:5]) or "no data file"
-        raise DataError(
-            f"{source} has no files of split {split!r} ({there} found); expected "
-            f"{split}.jsonl, {split}-*.parquet, a folder {split}/, or a saved data set"
-        )
-    return files
+UNREADABLE = (OSError, ValueError, EOFError, lzma.LZMAError)  # ArrowInvalid is a ValueError
+SAMPLE_ROWS = 512  # that are checked before a run begins; all of a smaller data set
 
 
 class RowReader:
-    """Random access to the rows of a file or directory, as dicts.
+    """Random access to the rows of files or of a database, as dicts. Threads may share it.
 
-    ``name`` is the taskset's name, used in messages.
+    Args:
+        path: a file, a pattern, a directory, any of these as an fsspec URL, a data set of the
+            Hugging Face hub, or the URL of a database.
+        split, subset: of a data set that has several.
+        name: the taskset's, used in messages.
+        storage_options: passed to fsspec.
+        query: of a database.
+
+    Raises:
+        DataError: nothing is there, it cannot be read, or it has no rows (named).
     """
 
-    def __init__(self, path: str, split: str = "train", name: str | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        split: str = "train",
+        name: str | None = None,
+        *,
+        subset: str | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        query: str | None = None,
+    ) -> None:
         self.name = name or path
-        self._parts: list[tuple[Path, Rows]] = []
-        for file in find_files(path, split):
-            try:
-                self._parts.append((file, FORMATS[file.suffix](file)))
-            except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
-                raise DataError(f"{file} cannot be read as {file.suffix[1:]}: {error}") from error
-        self._length = sum(count for _, (count, _) in self._parts)
-        if self._length == 0:
+        self._parts: list[tuple[str, Part]] = []
+        if is_database(path):
+            self._parts.append((path, read_sql(path, query)))
+        else:
+            for source in find_sources(path, split, subset, storage_options):
+                try:
+                    self._parts.append((source.name, open_part(source)))
+                except UNREADABLE as error:
+                    if isinstance(error, DataError):
+                        raise
+                    raise DataError(
+                        f"{source.name} cannot be read as {source.format}: {error}"
+                    ) from error
+        self._ends = list(itertools.accumulate((len(part) for _, part in self._parts), initial=0))
+        if len(self) == 0:
             raise DataError(f"{self.name}: {path} has no rows")
 
+    @classmethod
+    def of(cls, cfg: TasksetConfig | ExperienceBufferConfig) -> RowReader:
+        """The data set that a section of the configuration names."""
+        return cls(
+            cfg.path or "",
+            cfg.split,
+            cfg.name,
+            subset=cfg.subset_name,
+            storage_options=cfg.storage_options,
+            query=cfg.query,
+        )
+
     def __len__(self) -> int:
-        return self._length
+        return self._ends[-1]
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        if not 0 <= index < self._length:
-            raise IndexError(f"row {index} of {self._length} in {self.name}")
-        _, row, local = self._find(index)
-        return row(local)
+    def __getitem__(self, index: int) -> Row:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)} in {self.name}")
+        (file, part), local = self._find(index)
+        try:
+            return part.row(local)
+        except (OSError, ValueError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(f"{file}, row {local} cannot be read: {error}") from error
 
-    def _find(self, index: int) -> tuple[Path, Callable[[int], dict[str, Any]], int]:
-        """The file of an index, its rows, and the index in it."""
-        for file, (count, row) in self._parts:
-            if index < count:
-                return file, row, index
-            index -= count
-        raise IndexError(index)
+    def _find(self, index: int) -> tuple[tuple[str, Part], int]:
+        """The file of an index, and the index in it."""
+        number = bisect.bisect_right(self._ends, index) - 1
+        return self._parts[number], index - self._ends[number]
 
     def where(self, index: int) -> str:
         """File and row of an index, for messages."""
-        file, _, local = self._find(index)
+        (file, _), local = self._find(index)
         return f"{file}, row {local}"
 
+    @property
+    def fingerprint(self) -> str:
+        """Of the rows and their order: the content of text, samples of large binary files."""
+        digest = xxhash.xxh3_128(str(len(self)).encode())
+        for _, part in self._parts:
+            digest.update(part.digest.encode())
+        return digest.hexdigest()
+
+    def sample(self) -> list[int]:
+        """Indices that are cheap to read now: all of a small data set, else some of each file."""
+        share = -(-SAMPLE_ROWS // len(self._parts))
+        return [
+            start + local
+            for start, (_, part) in zip(self._ends, self._parts, strict=False)
+            for local in part.head(share)
+        ]
+
     def require(self, columns: Sequence[str]) -> None:
-        """Check up front that every row has a value in each of ``columns``.
+        """Check up front that a sample of the rows has a value in each of ``columns``.
 
         Raises:
             DataError: names the file, the row (from 0), the column and what is there.
         """
-        for index in range(self._length):
-            row = self[index]
-            for column in columns:
-                if row.get(column) is None:
-                    there = ", ".join(sorted(map(str, row))) or "nothing"
-                    raise DataError(
-                        f"{self.where(index)}: no value in column {column!r} (the row has: "
-                        f"{there}). Add it, or name the right column under format."
-                    )
+        for index in self.sample():
+            self.check(index, self[index], columns)
+
+    def check(self, index: int, row: Row, columns: Sequence[str]) -> None:
+        """The same for one row."""
+        for column in columns:
+            if row.get(column) is None:
+                there = ", ".join(sorted(map(str, row))) or "nothing"
+                raise DataError(
+                    f"{self.where(index)}: no value in column {column!r} (the row has: "
+                    f"{there}). Add it, or name the right column under format."
+                )
+
+    def column(self, name: str) -> list[Any]:
+        """The values of all rows in a column, null where a row has none."""
+        return [value for _, part in self._parts for value in part.column(name)]

@@ -58,7 +58,7 @@ class RowFile:
         if not cfg.path:
             raise DataError(f"buffer {cfg.name!r} is read from a file: set its path, a data file")
         self.name = cfg.name
-        self._reader = RowReader(cfg.path, cfg.split, cfg.name)
+        self._reader = RowReader.of(cfg)
         self._formatter = FORMATTERS.get(schema)(tokenizer, cfg.format, max_tokens)
         self._reader.require(self._formatter.columns)
         self._selector = make_selector(cfg.data_selector, self._reader)

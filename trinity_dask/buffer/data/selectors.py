@@ -62,12 +62,16 @@ class SequentialSelector:
 class ShuffleSelector(SequentialSelector):
     """Epoch ``e`` is the permutation of ``default_rng(seed + e)``."""
 
+    _order: tuple[int, np.ndarray] | None = None  # epoch, its permutation
+
     def get_indices(self, batch_size: int) -> list[int]:
         indices: list[int] = []
         while len(indices) < batch_size:
             epoch, offset = divmod(self.position, self.n_rows)
-            order = np.random.default_rng(self.seed + epoch).permutation(self.n_rows)
-            part = order[offset : offset + batch_size - len(indices)].tolist()
+            if self._order is None or self._order[0] != epoch:
+                rng = np.random.default_rng(self.seed + epoch)
+                self._order = (epoch, rng.permutation(self.n_rows))
+            part = self._order[1][offset : offset + batch_size - len(indices)].tolist()
             indices += part
             self.position += len(part)
         return indices
@@ -97,11 +101,11 @@ class EasyToHardSelector(SequentialSelector):
 
     def __init__(self, n_rows: int, seed: int = 42, *, features: np.ndarray) -> None:
         super().__init__(n_rows, seed)
-        keys = [(*map(float, row), index) for index, row in enumerate(features)]
-        self._order = [int(key[-1]) for key in sorted(keys, reverse=True)]
+        by_last_key_first = (np.arange(n_rows), *features.T[::-1])
+        self._order = np.lexsort(by_last_key_first)[::-1]
 
     def get_indices(self, batch_size: int) -> list[int]:
-        return [self._order[place] for place in super().get_indices(batch_size)]
+        return self._order[super().get_indices(batch_size)].tolist()
 
 
 @SELECTORS.register_module("difficulty_based")
@@ -273,17 +277,16 @@ def make_selector(cfg: SelectorConfig, reader: RowReader) -> SequentialSelector:
 def read_features(reader: RowReader, keys: Sequence[str]) -> np.ndarray:
     """float64 ``[rows, keys]``. Raises DataError: file, row and column of what is no number."""
     features = np.empty((len(reader), len(keys)))
-    for index in range(len(reader)):
-        row = reader[index]
-        for place, key in enumerate(keys):
-            value: Any = row.get(key)
+    for place, key in enumerate(keys):
+        for index, value in enumerate(reader.column(key)):
             try:
-                features[index, place] = float(value)  # csv cells are text
+                number = float(value)  # csv cells are text
             except (TypeError, ValueError):
-                features[index, place] = math.nan
-            if not math.isfinite(features[index, place]):
+                number = math.nan
+            if not math.isfinite(number):
                 raise DataError(
                     f"{reader.where(index)}: feature column {key!r} holds {value!r}, not a "
                     "number. Name the right columns in data_selector.feature_keys."
                 )
+            features[index, place] = number
     return features

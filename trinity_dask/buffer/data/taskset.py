@@ -78,7 +78,7 @@ class Taskset:
         self.batch_size = batch_size
         self.is_eval = is_eval
         self._taskset_id = taskset_id
-        self._reader = RowReader(cfg.path, cfg.split, self.name)
+        self._reader = RowReader.of(cfg)
         workflow = cfg.workflow or default_workflow
         if workflow is None:
             raise DataError(

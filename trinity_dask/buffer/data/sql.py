@@ -1,0 +1,86 @@
+"""The rows of a database, as ``pandas.read_sql`` gives them.
+
+Invariant: the query is run once, when the data set is opened; what it gives is kept on the
+disk, so rows can be read by index and a resumed run that finds other rows says so.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from trinity_dask.buffer.data.parts import LinesPart
+from trinity_dask.buffer.errors import DataError
+
+CHUNK_ROWS = 10_000
+QUERY = re.compile(r"\s*(select|with|values|from|table|call|exec)\b", re.IGNORECASE)
+SQLITE = "sqlite:///"
+
+
+def is_database(path: str) -> bool:
+    """A URL whose scheme no file system has: ``sqlite:///tasks.db``, ``postgresql://...``."""
+    scheme, found, _ = path.partition("://")
+    return bool(found) and scheme.split("::")[-1] not in fsspec.available_protocols()
+
+
+def read_sql(url: str, query: str | None) -> LinesPart:
+    """The rows of ``query``: a SELECT or a table; None where the database has one table only.
+
+    Raises:
+        DataError: no such database or table, or a query that it refuses.
+    """
+    import pandas as pd
+
+    name = f"{url}, {query or 'its table'}"
+    try:
+        with closing(_connect(url)) as connection:
+            statement = query or _only_table(url, connection)
+            if not QUERY.match(statement):
+                statement = f"SELECT * FROM {statement}"
+            chunks = pd.read_sql(
+                statement, connection, chunksize=CHUNK_ROWS, dtype_backend="pyarrow"
+            )
+            return LinesPart(name, _lines(chunks))
+    except DataError:
+        raise
+    except Exception as error:  # each driver has errors of its own
+        raise DataError(f"{name} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _lines(chunks: Iterator[Any]) -> Iterator[bytes]:
+    for chunk in chunks:
+        text = chunk.to_json(orient="records", lines=True, force_ascii=False, date_format="iso")
+        yield text.rstrip("\n").encode() + b"\n" if len(chunk) else b""
+
+
+def _connect(url: str) -> Any:
+    if url.startswith(SQLITE):
+        file = Path(url.removeprefix(SQLITE)).expanduser()
+        return sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True)
+    try:
+        import sqlalchemy
+    except ImportError as error:
+        raise DataError(
+            f"{url} is read through SQLAlchemy, which is not installed; "
+            "pip install 'trinity-dask[sql]' and the database's driver"
+        ) from error
+    return sqlalchemy.create_engine(url).connect()
+
+
+def _only_table(url: str, connection: Any) -> str:
+    if isinstance(connection, sqlite3.Connection):
+        found = connection.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")
+        tables = [name for (name,) in found]
+    else:
+        import sqlalchemy
+
+        tables = sqlalchemy.inspect(connection).get_table_names()
+    if len(tables) != 1:
+        raise DataError(f"{url} has the tables {', '.join(tables) or 'none'}; set query")
+    return f'"{tables[0]}"'
