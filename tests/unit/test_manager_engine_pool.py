@@ -44,14 +44,15 @@ class Ref:
 class World:
     """Workers by slot, the actors on them, and the version that was sent last."""
 
-    def __init__(self, start: tuple[str, ...]) -> None:
+    def __init__(self, start: tuple[str, ...], max_restarts: int = 50) -> None:
+        self.answer_ticks = 0  # how long an engine thinks about an answer
         self.present = set(start)
         self.actors: dict[str, Actor] = {}  # by key
         self.refs: list[Ref] = []
         self.version = 0
         self.lock = asyncio.Lock()
         self.pool = EnginePool(
-            [self.spec(slot) for slot in start], "run", 1.0, max_restarts=50, spec_of=self.spec
+            [self.spec(slot) for slot in start], "run", 1.0, max_restarts, spec_of=self.spec
         )
         self.pool.on_reborn = self.bring
         engine_pool.create_actor, engine_pool.recreate_actor = self.create, self.recreate
@@ -86,6 +87,8 @@ class World:
         actor = self.actors[handle.key]
         for _ in range(2):
             if not actor.alive:
+                for _ in range(self.answer_ticks):
+                    await asyncio.sleep(0)
                 raise ActorLost(handle, method, None)
             await asyncio.sleep(0)
         if method == "open":
@@ -238,6 +241,33 @@ def test_a_second_death_at_any_moment_of_a_start_is_one_more_loss(ticks: int) ->
     world = asyncio.run(play(SLOTS[:1], events))
     assert world.pool.failure is None
     assert world.pool.n_ready == 1
+
+
+@pytest.mark.parametrize("max_restarts", [0, 1])
+@pytest.mark.parametrize("answer_ticks", range(0, 24, 3))
+def test_a_loss_that_is_noticed_twice_is_one_loss(max_restarts: int, answer_ticks: int) -> None:
+    """By the scheduler's word and by a look whose answer comes when the first notice has been
+    acted upon: the engine has come back, or has been given up."""
+
+    async def main() -> None:
+        world = World(SLOTS[:2], max_restarts)
+        await world.pool.start()
+        await world.pool.mark_ready(world.pool.slots())
+        world.answer_ticks = answer_ticks
+        actor = world.actors[world.pool.handle("engine-1").key]
+        actor.alive = False  # the look finds it dead before the scheduler has said so
+        look = asyncio.ensure_future(world.pool.look_for_lost())
+        await asyncio.sleep(0)
+        actor.alive = True
+        world.kill("engine-1")
+        await asyncio.wait_for(look, 60)
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert world.pool.failure is None
+        assert world.pool.slots() == ["engine-0", "engine-1"][: 1 + max_restarts]
+        assert world.pool.restarts == max_restarts
+
+    asyncio.run(main())
 
 
 def test_a_change_of_members_is_a_new_generation() -> None:

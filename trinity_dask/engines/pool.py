@@ -207,7 +207,8 @@ class EnginePool:
         await asyncio.gather(*(self._look(e) for e in self._engines.values() if e.holds))
 
     async def _look(self, engine: _Engine) -> None:
-        if await self._is_gone(engine):
+        incarnation = engine.incarnation
+        if await self._is_gone(engine) and engine.incarnation == incarnation:
             self._lost(engine)
 
     async def is_gone(self, slot: str) -> bool:
@@ -230,7 +231,8 @@ class EnginePool:
         on_lost(engine.ref, lambda *_: self._lost(engine))
 
     def _lost(self, engine: _Engine) -> None:
-        if self._closing or engine.slot in self._busy:
+        stale = self._engines.get(engine.slot) is not engine  # it has been given up meanwhile
+        if self._closing or stale or engine.slot in self._busy:
             return
         engine.holds = engine.ready = False
         self.losses += 1
