@@ -33,6 +33,9 @@ ROWS = {
         rf"\| replaces a killed one \| {NUMBER} s \| {NUMBER} s",
     ],
     "learning": [r'^{"engine": "torch", "seed": 1, .*"eval_end": \d', "sort_digits: greedy eval"],
+    "rewards": [
+        *(rf"^{name} +{NUMBER}%( +{NUMBER}){{3}}$" for name in ("accuracy_reward", "math-verify"))
+    ],
     "rollout": [r"│ +1 │" + rf" +{NUMBER} │" * 3, rf"ratio of the medians: {NUMBER}"],
     "startup": [rf"^ +{NUMBER} s ", rf"^median {NUMBER} s"],
     "store": [rf"^{name} +{NUMBER} +{NUMBER}" for name in ("none", "lz4", "zstd")],

@@ -2,7 +2,8 @@
 
 Invariant: a call ends with a value, an error, or at its deadline with the helper killed; a
 helper that was left in the middle of a call is never used again. Helpers are kept warm,
-because one needs seconds to import what it calls.
+because one needs seconds to import what it calls. Time spent until a helper has taken the call
+is noted (``WAITING``), so that whoever set a deadline can leave it out.
 """
 
 from __future__ import annotations
@@ -12,17 +13,60 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from multiprocessing.connection import Connection
 from typing import Any, Optional
 
 START_TIMEOUT_S = 120.0
 # a wait in one piece could not be interrupted by the deadline of whoever waits
 PIECE_S = 0.25
-MAX_HELPERS = max(1, min(4, (os.cpu_count() or 1) // 2))
+HELPERS = max(1, min(4, (os.cpu_count() or 1) // 2))
+MOST_HELPERS = max(4, min(16, os.cpu_count() or 1))
+GROW_AFTER_S = 1.0
+# nobody waits longer while no helper begins or ends a call
+STALLED_S = 600.0
+
+Call = tuple[str, tuple[Any, ...]]
 
 
 class ProcessCallError(RuntimeError):
     """The function raised, in the helper process; the message begins with the type."""
+
+
+class HelperDied(ProcessCallError):
+    """The helper process ended in the middle of the call."""
+
+
+class Waiting:
+    """How long one thread waited for helpers; written by it, read by others."""
+
+    def __init__(self) -> None:
+        self._state: tuple[float, Optional[float]] = (0.0, None)
+
+    def seconds(self) -> float:
+        """All waits so far, with the one that goes on."""
+        total, since = self._state
+        return total if since is None else total + time.monotonic() - since
+
+    @property
+    def now(self) -> bool:
+        return self._state[1] is not None
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        total, _ = self._state
+        since = time.monotonic()
+        self._state = (total, since)
+        try:
+            yield
+        finally:
+            self._state = (total + time.monotonic() - since, None)
+
+
+WAITING: ContextVar[Optional[Waiting]] = ContextVar("waiting for a helper", default=None)
 
 
 class Helper:
@@ -42,32 +86,35 @@ class Helper:
             os.close(from_child)
         self._out = Connection(self._requests, readable=False)
         self._in = Connection(self._answers, writable=False)
-        self._loaded: set[str] = set()
-        self._loading: Optional[str] = None
+        self._done: set[str] = set()
+        self._doing: Optional[str] = None
 
     @property
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def load(self, target: str) -> None:
-        """Have ``target`` imported. May be left in the middle and called again.
+    def prepare(self, target: str, args: Optional[tuple[Any, ...]] = None) -> None:
+        """Have ``target`` imported, or called for what it leaves there; each once.
+
+        May be left in the middle and called again.
 
         Raises:
-            ProcessCallError: it cannot be imported.
-            TimeoutError: it was not within two minutes.
+            ProcessCallError: it cannot be imported, or raised.
+            TimeoutError: not within two minutes.
             EOFError: the helper died.
         """
-        while target not in self._loaded:
-            if self._loading is None:
-                self._out.send((target, None))
-                self._loading = target
-            answer = self._receive(START_TIMEOUT_S, self._loading)
-            done, self._loading = self._loading, None
+        wanted = repr((target, args))
+        while wanted not in self._done:
+            if self._doing is None:
+                self._out.send((target, args))
+                self._doing = wanted
+            answer = self._receive(START_TIMEOUT_S, target)
+            done, self._doing = self._doing, None
             _value(answer)
-            self._loaded.add(done)
+            self._done.add(done)
 
     def call(self, target: str, args: tuple[Any, ...], timeout_s: Optional[float]) -> Any:
-        """``target(*args)``; raises as :meth:`load`. Not to be left in the middle."""
+        """``target(*args)``; raises as :meth:`prepare`. Not to be left in the middle."""
         self._out.send((target, args))
         return _value(self._receive(timeout_s, target))
 
@@ -92,27 +139,50 @@ def _value(answer: Any) -> Any:
 
 
 class Helpers:
-    """At most ``size`` helpers, lent to one thread each."""
+    """``size`` helpers, lent to one thread each, in the order in which they were asked for.
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    More are started, up to ``most``, when threads wait for one; they end when nobody waits.
+    """
+
+    def __init__(self, size: int, most: Optional[int] = None) -> None:
+        self._size, self._most = size, max(size, most or size)
         self._free: list[Helper] = []
         self._count = 0
+        self._queue: deque[object] = deque()
+        self._moved = time.monotonic()
         self._changed = threading.Condition()
 
-    def call(self, target: str, args: tuple[Any, ...], timeout_s: Optional[float] = None) -> Any:
+    @property
+    def count(self) -> int:
+        """Helpers that there are, free or lent."""
+        return self._count
+
+    def call(
+        self,
+        target: str,
+        args: tuple[Any, ...],
+        timeout_s: Optional[float] = None,
+        first: Optional[Call] = None,
+    ) -> Any:
         """``target(*args)`` in a helper. ``target`` is ``module:name``; values are pickled.
 
-        ``timeout_s`` bounds the call itself, not the wait for a helper or its start.
+        ``first`` is called before, once in every helper. ``timeout_s`` bounds the call itself,
+        not the wait for a helper, its start or ``first``.
 
         Raises:
-            ProcessCallError: the function raised, or its helper died.
-            TimeoutError: it did not return in time; its helper was killed.
+            ProcessCallError: the function raised, or its helper died (``HelperDied``).
+            TimeoutError: it did not return in time, and its helper was killed; or no helper
+                began or ended a call for ten minutes.
         """
-        helper = self._borrow()
         busy = False
+        waiting = WAITING.get() or Waiting()
+        with waiting.counted():
+            helper = self._borrow()
         try:
-            helper.load(target)
+            with waiting.counted():
+                helper.prepare(target)
+                if first is not None:
+                    helper.prepare(*first)
             busy = True
             value = helper.call(target, args, timeout_s)
             busy = False
@@ -121,22 +191,34 @@ class Helpers:
             busy = False
             raise
         except (EOFError, OSError) as error:
-            busy = True
+            in_call, busy = busy, True
             if isinstance(error, TimeoutError):
                 raise
-            raise ProcessCallError(f"the helper process of {target} died") from error
+            kind = HelperDied if in_call else ProcessCallError
+            raise kind(f"the helper process of {target} died") from error
         finally:
             self._give_back(helper, usable=not busy)
 
     def _borrow(self) -> Helper:
+        me, asked = object(), time.monotonic()
         with self._changed:
-            while True:
-                if self._free:
-                    return self._free.pop()
-                if self._count < self._size:
-                    self._count += 1
-                    break
-                self._changed.wait(PIECE_S)
+            self._queue.append(me)
+            try:
+                while True:
+                    if self._queue[0] is me:
+                        if self._free:
+                            return self._free.pop()
+                        late = time.monotonic() - asked > GROW_AFTER_S
+                        if self._count < (self._most if late else self._size):
+                            self._count += 1
+                            break
+                    if time.monotonic() - max(asked, self._moved) > STALLED_S:
+                        raise TimeoutError(f"no helper process was free for {STALLED_S:g} s")
+                    self._changed.wait(PIECE_S)
+            finally:
+                self._queue.remove(me)
+                self._moved = time.monotonic()
+                self._changed.notify_all()
         try:
             return Helper()
         except BaseException:
@@ -144,18 +226,20 @@ class Helpers:
             raise
 
     def _give_back(self, helper: Helper, usable: bool) -> None:
-        if usable and helper.alive:
-            with self._changed:
+        with self._changed:
+            self._moved = time.monotonic()
+            wanted = self._queue or self._count <= self._size
+            if usable and wanted and helper.alive:
                 self._free.append(helper)
-                self._changed.notify()
-            return
+                self._changed.notify_all()
+                return
         helper.kill()
         self._lose()
 
     def _lose(self) -> None:
         with self._changed:
             self._count -= 1
-            self._changed.notify()
+            self._changed.notify_all()
 
     def close(self) -> None:
         """End the helpers that are free."""
@@ -166,5 +250,5 @@ class Helpers:
             helper.kill()
 
 
-_helpers = Helpers(MAX_HELPERS)
+_helpers = Helpers(HELPERS, MOST_HELPERS)
 call_in_process = _helpers.call

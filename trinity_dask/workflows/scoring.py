@@ -12,15 +12,16 @@ import math
 import numbers
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Optional
+from typing import Any
 
 from trinity_dask.cluster.loop_watch import Interrupted, user_task
 from trinity_dask.registry import load_plugin_files, plugin_files
 from trinity_dask.rewards import REWARD_FUNCTIONS
-from trinity_dask.rewards.process import call_in_process
+from trinity_dask.rewards.process import WAITING, Waiting, call_in_process
 from trinity_dask.workflows.threads import ThreadCall, explained
 
 REWARD_TIMEOUT_S = 30.0
+LOOK_S = 0.25
 
 Facts = Mapping[str, Any]
 
@@ -34,7 +35,8 @@ class Reward:
 
     ``fn`` is a function (or a class, then constructed with ``args``) called with the facts
     it names out of ``response``, ``truth``, ``prompt``, ``finish_reason``, ``tokens`` and
-    ``raw_task``; with ``**kwargs`` it gets all of them. It returns a number, or a dict of
+    ``raw_task``; with ``**kwargs`` it gets all of them. ``response_with_special_tokens`` it gets
+    only by that name. It returns a number, or a dict of
     named numbers whose sum is the reward.
     """
 
@@ -46,7 +48,9 @@ class Reward:
         self.is_async = inspect.iscoroutinefunction(self._fn) or inspect.iscoroutinefunction(
             getattr(self._fn, "__call__", None)  # noqa: B004  (an instance with an async __call__)
         )
-        self._accepted = _accepted_names(self._fn)
+        parameters = inspect.signature(self._fn).parameters.values()
+        self._named = frozenset(p.name for p in parameters if p.kind not in _VARIADIC)
+        self._takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
     @classmethod
     def load(cls, name: str, args: Mapping[str, Any], in_process: bool = False) -> Reward:
@@ -58,10 +62,14 @@ class Reward:
         kind = ProcessReward if in_process else cls
         return kind(name, REWARD_FUNCTIONS.get(name), args)
 
+    def names(self, parameter: str) -> bool:
+        """Whether the function has a parameter of that name (``**kwargs`` does not count)."""
+        return parameter in self._named
+
     def arguments(self, facts: Facts) -> dict[str, Any]:
-        if self._accepted is None:
+        if self._takes_all:
             return {**facts, **self._fixed}
-        known = {key: value for key, value in facts.items() if key in self._accepted}
+        known = {key: value for key, value in facts.items() if key in self._named}
         return {**known, **self._fixed}
 
     def call(self, facts: Facts) -> Any:
@@ -101,31 +109,30 @@ class ProcessReward(Reward):
             raise RewardError(f"reward {name} is async and cannot be called in a process")
 
     def call(self, facts: Facts) -> Any:
-        arguments = (plugin_files(), self.name, self._args, dict(facts))
-        return call_in_process(f"{__name__}:call_here", arguments)
+        reward = (tuple(plugin_files()), self.name, self._args)
+        target = f"{__name__}:call_here"
+        return call_in_process(
+            target, (*reward, dict(facts)), first=(f"{__name__}:load_here", reward)
+        )
+
+
+def load_here(plugins: Sequence[str], name: str, args: dict[str, Any]) -> None:
+    """In the helper process: have the reward ``name`` ready."""
+    key = (tuple(plugins), name, repr(args))
+    if key not in _rewards_here:
+        load_plugin_files(plugins)
+        _rewards_here[key] = Reward.load(name, args)
 
 
 def call_here(plugins: Sequence[str], name: str, args: dict[str, Any], facts: Facts) -> Any:
     """In the helper process: the raw value of the reward ``name``."""
-    key = (tuple(plugins), name, repr(args))
-    reward = _rewards_here.get(key)
-    if reward is None:
-        load_plugin_files(plugins)
-        reward = _rewards_here[key] = Reward.load(name, args)
-    return reward.call(facts)
+    return _rewards_here[tuple(plugins), name, repr(args)].call(facts)
 
 
 _rewards_here: dict[Any, Reward] = {}
 
 
-def _accepted_names(fn: Callable[..., Any]) -> Optional[frozenset[str]]:
-    """Names of the parameters, or None when it takes any keyword."""
-    parameters = inspect.signature(fn).parameters.values()
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-        return None
-    return frozenset(p.name for p in parameters)
-
-
+_VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 Score = dict[str, float] | Exception
 
 
@@ -134,8 +141,9 @@ async def score_all(
 ) -> list[Score]:
     """The parts of every answer's reward, or the exception that answer's reward failed with.
 
-    ``timeout_s`` bounds each answer. A synchronous reward runs in a thread (one for all
-    answers, and a new one after an answer that ran out of time).
+    ``timeout_s`` bounds each answer, without the time it waits for a helper process. A
+    synchronous reward runs in a thread (one for all answers, and a new one after an answer that
+    ran out of time).
     """
     if reward.is_async:
         return list(await asyncio.gather(*(_score_async(reward, f, timeout_s) for f in facts)))
@@ -168,12 +176,14 @@ async def _score_until_stuck(
     call = ThreadCall(_score_each, reward, facts, progress, name=f"reward {reward.name}")
     try:
         while True:
-            index, started = progress.current
-            remaining = started + timeout_s - time.monotonic()
+            index, started, waiting = progress.current
+            remaining = started + timeout_s + waiting.seconds() - time.monotonic()
             if remaining <= 0:
                 scored = progress.scores[:index]
                 await call.give_up()
                 return [*scored, _too_slow(reward, timeout_s)]
+            if waiting.now:  # as much remains as long as it waits
+                remaining = max(remaining, LOOK_S)
             done, _ = await asyncio.wait({call.future}, timeout=remaining)
             if done:
                 call.future.result()
@@ -186,18 +196,20 @@ async def _score_until_stuck(
 class _Progress:
     """Written by the scoring thread, read by the event loop.
 
-    ``current`` is the answer being scored and since when, replaced as one object so that
-    the reader never blames an answer for the time of its neighbour.
+    ``current`` is the answer being scored, since when, and how long of that it waited for a
+    helper process; replaced as one object so that the reader never blames an answer for the
+    time of its neighbour.
     """
 
     def __init__(self) -> None:
         self.scores: list[Score] = []
-        self.current: tuple[int, float] = (0, time.monotonic())
+        self.current = (0, time.monotonic(), Waiting())
 
 
 def _score_each(reward: Reward, facts: Sequence[Facts], progress: _Progress) -> None:
     for index, answer in enumerate(facts):
-        progress.current = (index, time.monotonic())
+        progress.current = (index, time.monotonic(), waiting := Waiting())
+        WAITING.set(waiting)
         try:
             score: Score = reward.parts(reward.call(answer))
         except Exception as error:  # a failed answer is data for the caller

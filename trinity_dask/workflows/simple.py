@@ -16,6 +16,7 @@ from trinity_dask.experience.task import Task
 from trinity_dask.workflows.scoring import REWARD_TIMEOUT_S, Facts, Reward, Score, score_all
 from trinity_dask.workflows.workflow import PartialGroupError, Workflow
 
+WITH_SPECIAL_TOKENS = "response_with_special_tokens"
 THINK_SYSTEM_PROMPT = (
     "Reason step by step inside <think> </think>, then give the final result inside "
     "<answer> </answer>, for example: <think> reasoning </think> <answer> result </answer>."
@@ -90,12 +91,18 @@ class SimpleWorkflow(Workflow):
     def facts(self, experience: Experience) -> Facts:
         """What a reward function may ask for."""
         truncated = experience.truncate_status == RESPONSE_TRUNCATED
+        tokens = experience.tokens[experience.prompt_length :]
+        more: dict[str, Any] = {}
+        if self.reward.names(WITH_SPECIAL_TOKENS):  # decoded again only for who asks
+            tokenizer = self.model.tokenizer
+            more[WITH_SPECIAL_TOKENS] = tokenizer.decode(tokens, skip_special_tokens=False)
         return {
+            **more,
             "response": experience.response_text or "",
             "truth": self.task.truth,
             "prompt": experience.prompt_text or self.task.task_desc,
             "finish_reason": "length" if truncated else "stop",
-            "tokens": experience.tokens[experience.prompt_length :],
+            "tokens": tokens,
             "raw_task": self.task.raw_task,
         }
 

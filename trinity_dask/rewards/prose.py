@@ -1,0 +1,123 @@
+"""An answer inside a sentence, for responses that mark none.
+
+Invariant: the last sentence that can hold an answer of the wanted kind decides; what stands
+side by side there is one answer, so that a list of guesses is none.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Optional
+
+from trinity_dask.rewards.answers.forms import Assigned, Many, Opaque, Text, read
+from trinity_dask.rewards.answers.notation import clean
+
+TAIL = 1500
+SENTENCES = 12
+LONGEST = 200  # characters of what may be read as one answer
+
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z\\$*(\d])|[\n。]+")
+_FILLER = re.compile(
+    r"^(?:therefore|thus|hence|so|then|finally|in total|altogether|because|since|we get|we have|"
+    r"we find|i think|i believe|it is|it's|that is|indeed|simply|just|exactly|equal to|obtained as|"
+    r"either|given by|which is|total|final answer|answer|option|choice)\b[,:]?\s*",
+    re.IGNORECASE,
+)
+_COPULA = re.compile(
+    r"(?<![A-Za-z])(?:is|are|was|were|be|equals?|gives?|get|gets|becomes?|makes?|costs?|takes?|"
+    r"needs?|earns?|has|have|had|=)(?![A-Za-z])|[:：是为=]",
+    re.IGNORECASE,
+)
+_MATH = re.compile(
+    r"\$\$([^$]{1,400})\$\$|\$([^$\n]{1,400})\$|\\\((.{1,400}?)\\\)|\\\[(.{1,400}?)\\\]", re.DOTALL
+)
+_GAP = re.compile(r"[\s,;、]*(?:and|or|和|或)?[\s,;、]*(?:also\s+)?")
+_NUMBER = re.compile(
+    r"(?<![\w.\\^])[-+]?[$€£¥₹]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:e[+-]?\d+)?"
+    r"(?:\s*(?:[/^:-]|\\times\s*10\s*\^)\s*\{?-?\d+(?:\.\d+)?\}?)*"
+    r"(?:\s*(?:%|\\%|[ap]\.?m\b\.?))?",
+    re.IGNORECASE,
+)
+_DENIED = re.compile(
+    r"(?:\bnot|n't|\bnever)(?:\s+(?:be|equal|equal to|exactly))?\s*[\s$]$", re.IGNORECASE
+)
+_UNIT = re.compile(r"\s*(?:[A-Za-z°€%]+(?:\^\{?\d\}?|[²³])?)(?:\s*/\s*[A-Za-z]+)?")
+_CLAUSE_END = re.compile(
+    r"\s*(?:\b(?:because|since|as|which|where|when|after|for|by|so|not|and then|in order)\b|[;(]"
+    r"|,(?!\d)).*$",
+    re.DOTALL | re.IGNORECASE,
+)
+
+
+def is_words(text: str) -> bool:
+    """Whether it is no mathematics, but words."""
+    return isinstance(read(text), Text)
+
+
+def candidates(text: str, wants_words: bool) -> list[str]:
+    """What the text may mean as a whole, then what its last telling sentence says."""
+    text = text[-TAIL:].strip()
+    found = [text] if len(text) <= LONGEST else []
+    sentences = [piece for piece in _SENTENCE_END.split(text) if piece.strip(" *_#>-")]
+    for sentence in reversed(sentences[-SENTENCES:]):
+        told = _words(sentence) if wants_words else _mathematics(sentence)
+        if told is not None:
+            return [*found, told]
+    return found
+
+
+def _plain(sentence: str) -> str:
+    sentence = sentence.strip(" \t*_#>")
+    for _ in range(4):
+        shorter = _FILLER.sub("", sentence).strip(" ,*_")
+        if shorter == sentence:
+            break
+        sentence = shorter
+    return sentence
+
+
+def _words(sentence: str) -> Optional[str]:
+    sentence = _plain(sentence)
+    said = list(_COPULA.finditer(sentence))
+    told = _plain(sentence[said[-1].end() :]) if said else sentence
+    return _CLAUSE_END.sub("", told) or None
+
+
+def _mathematics(sentence: str) -> Optional[str]:
+    sentence = _plain(sentence)
+    if _is_mathematics(sentence):
+        return sentence
+    formulas = [m for m in _MATH.finditer(sentence) if _is_mathematics(m[0])]
+    if formulas:
+        return _last_group(sentence, formulas)
+    said = list(_COPULA.finditer(sentence))
+    if said:
+        told = _plain(sentence[said[-1].end() :])
+        if not told[:4].lower().startswith("not"):
+            for part in (told, _CLAUSE_END.sub("", told)):
+                if _is_mathematics(part):
+                    return part
+    numbers = [m for m in _NUMBER.finditer(sentence) if not _DENIED.search(sentence[: m.start()])]
+    return _last_group(sentence, numbers) if numbers else None
+
+
+def _is_mathematics(text: str) -> bool:
+    return 0 < len(text) <= LONGEST and not _has_words(read(text))
+
+
+def _has_words(form: Any) -> bool:
+    if isinstance(form, Many):
+        return any(_has_words(item) for item in form.items)
+    return isinstance(form, Text | Opaque) or (isinstance(form, Assigned) and _has_words(form.form))
+
+
+def _last_group(sentence: str, found: list[re.Match[str]]) -> str:
+    """The last one, its unit, and those that stand right in front of it."""
+    first = len(found) - 1
+    while first > 0 and _GAP.fullmatch(sentence, found[first - 1].end(), found[first].start()):
+        first -= 1
+    group = [clean(each[0]).strip(" ,") for each in found[first:]]
+    unit = _UNIT.match(sentence, found[-1].end())
+    if len(group) == 1 and unit and _is_mathematics(group[0] + unit[0]):
+        return group[0] + unit[0]
+    return ", ".join(group)
