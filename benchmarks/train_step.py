@@ -46,11 +46,11 @@ from trinity_dask.buffer.store.experience_store import ExperienceStore
 from trinity_dask.config.schema import Config, OptimizerConfig
 from trinity_dask.demo import sort_digits
 from trinity_dask.experience import EID, Experience
-from trinity_dask.experience.collate import collate
 from trinity_dask.experience.schema import to_table
 from trinity_dask.trainer.model.policy_model import load_policy
 from trinity_dask.trainer.ranks.rank import TrainerRank
 from trinity_dask.trainer.sources import TrainInput
+from trinity_dask.trainer.step.batching import collate
 
 FLOOR = 0.90
 RESULTS = Path(__file__).parent / "results" / "train_step.json"

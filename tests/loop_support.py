@@ -8,8 +8,7 @@ from trinity_dask.buffer.experience_buffer import ExperienceBuffer
 from trinity_dask.cluster.rpc import ActorHandle, ActorLost
 from trinity_dask.experience.schema import to_table
 from trinity_dask.trainer.checkpoints.checkpoint import complete_checkpoints
-from trinity_dask.trainer.ranks.rank import TrainerRank
-from trinity_dask.trainer.ranks.rank_pool import RankPool
+from trinity_dask.trainer.ranks.rank import RankPool, TrainerRank
 from trinity_dask.trainer.trainer import Trainer
 
 

@@ -12,11 +12,11 @@ from trainer_support import VOCAB, batch_of, rows, step_config, tiny_model
 
 from trinity_dask.algorithm import ALGORITHM, resolve_algorithm
 from trinity_dask.config.schema import CriticConfig, OptimizerConfig
-from trinity_dask.experience.collate import collate
 from trinity_dask.experience.schema import to_table
 from trinity_dask.models.protocol import WeightGroupSpec
 from trinity_dask.trainer.model.frozen import FrozenModel
 from trinity_dask.trainer.ranks.gradients import GradientGroup
+from trinity_dask.trainer.step.batching import collate
 from trinity_dask.trainer.step.engine import StepEngine
 from trinity_dask.trainer.step.row_metrics import row_lengths
 from trinity_dask.weights.broadcast import make_group

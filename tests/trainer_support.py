@@ -10,10 +10,9 @@ import torch
 from trinity_dask.algorithm import resolve_algorithm
 from trinity_dask.config.schema import Config, OptimizerConfig
 from trinity_dask.experience import EID, Experience
-from trinity_dask.experience.collate import collate
 from trinity_dask.experience.schema import to_table
 from trinity_dask.trainer.model.frozen import FrozenModel
-from trinity_dask.trainer.step.batching import Cut, Planner
+from trinity_dask.trainer.step.batching import Cut, Planner, collate
 from trinity_dask.trainer.step.engine import StepEngine
 
 VOCAB = 40

@@ -34,8 +34,8 @@ from trinity_dask.config.schema import (
 )
 from trinity_dask.demo.tokenizer import ascii_tokenizer
 from trinity_dask.experience import EID, Experience
-from trinity_dask.experience.collate import collate
 from trinity_dask.experience.schema import decode, from_table, to_table
+from trinity_dask.trainer.step.batching import collate
 
 DEADLINE_S = 120.0
 WAIT_S = 60.0

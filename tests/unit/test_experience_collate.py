@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trinity_dask.experience import EID, Experience
-from trinity_dask.experience.collate import collate
 from trinity_dask.experience.schema import to_table
+from trinity_dask.trainer.step.batching import collate
 
 PAD = 99
 

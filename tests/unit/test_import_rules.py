@@ -143,7 +143,7 @@ def test_a_wrong_import_is_found(relative, source):
 @pytest.mark.parametrize(
     ("relative", "source"),
     [
-        ("experience/collate.py", "def collate():\n    import torch"),
+        ("experience/rows.py", "def collate():\n    import torch"),
         ("experience/x.py", "if TYPE_CHECKING:\n    import torch"),
         ("buffer/x.py", "from trinity_dask.experience.task import Task"),
         ("buffer/x.py", "from .store import ExperienceStore"),

@@ -277,13 +277,9 @@ def test_a_change_of_members_is_a_new_generation() -> None:
     assert {s: (p.rank_offset, p.world_size) for s, p in specs.items()} == {
         "trainer": (0, 4), "engine-0": (1, 4), "engine-1": (2, 4),
     }  # fmt: skip
-    assert not group.is_current("t", two)
-    group.mark_formed()
-    assert group.is_current("t", two)
-    for other in (two[:1], (two[0], Member("engine-1", "c", 2)), (*two, Member("engine-2", "d"))):
-        assert not group.is_current("t", other)
-    assert not group.is_current("another trainer", two)
+    assert (group.trainer, group.members, group.formed) == ("t", two, False)
+    group.formed = True
     group.next_generation("t", two[:1], "host", 1)
-    assert group.generation == 2
+    assert (group.generation, group.members, group.formed) == (2, two[:1], False)
     with pytest.raises(ValueError, match="at least one engine"):
         group.next_generation("t", (), "host", 1)

@@ -19,7 +19,7 @@ from trinity_dask.trainer.checkpoints.checkpoint import (
     latest_hf_export,
     read_state,
 )
-from trinity_dask.trainer.ranks.rank_pool import RanksFailed
+from trinity_dask.trainer.ranks.rank import RanksFailed
 from trinity_dask.trainer.trainer import NoUsableRows, Trainer
 
 

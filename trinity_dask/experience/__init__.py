@@ -1,4 +1,4 @@
-"""Experiences: identity, content, Arrow form, payloads, collation."""
+"""Experiences: identity, content, Arrow form, payloads."""
 
 from trinity_dask.experience.eid import EID
 from trinity_dask.experience.experience import (

@@ -348,7 +348,7 @@ class WeightTransfers:
         slots = to.pool.slots() if slots is None else slots
         members = to.pool.members(slots)
         identity = f"{rank0.key}@{rank0.address}"
-        if to.group.is_current(identity, members):
+        if to.group.formed and (to.group.trainer, to.group.members) == (identity, members):
             return rank0
         await self.leave_group(name)
         limit = self.cfg.sync_timeout_s
@@ -365,7 +365,8 @@ class WeightTransfers:
             handle = to.pool.handle(slot)
             joins.append(rpc(handle, "init_weight_group", specs[slot], timeout=limit))
         speed, *_ = await all_or_first_error(*joins)
-        to.group.mark_formed(speed)
+        to.group.formed = True
+        to.group.speeds.setdefault(to.group.world_size, speed)
         log.info(
             "weight group generation %d: trainer rank 0 and %s (%s)",
             to.group.generation,

@@ -21,10 +21,9 @@ from trinity_dask.buffer.data.row_file import RowFile
 from trinity_dask.buffer.errors import EndOfData
 from trinity_dask.buffer.experience_buffer import ExperienceBuffer
 from trinity_dask.buffer.sample_strategy import Sample, make_strategy
-from trinity_dask.buffer.store.experience_store import ExperienceStore
 from trinity_dask.buffer.store.manifest import RowRef
 from trinity_dask.config.schema import Config
-from trinity_dask.experience.schema import decode, encode
+from trinity_dask.experience.schema import encode
 from trinity_dask.models.tokenizer import load_tokenizer
 from trinity_dask.registry import load_plugins
 
@@ -45,29 +44,6 @@ class TrainInput:
     payload: Optional[bytes] = None
     skip_corrupt: bool = False
     min_version: int = 0
-
-
-class RowReader:
-    """Reads train inputs; keeps the store it opened for the next step."""
-
-    def __init__(self) -> None:
-        self._store: Optional[ExperienceStore] = None
-
-    def read(self, rows: TrainInput) -> pa.Table:
-        """The rows in order. Raises what the store raises for damaged files."""
-        tables = []
-        if rows.store_url is not None:
-            if self._store is None or self._store.url != rows.store_url:
-                self._store = ExperienceStore(
-                    rows.store_url, rows.storage_options, skip_corrupt=rows.skip_corrupt
-                )
-            tables.append(self._store.read(rows.refs))
-        if rows.payload is not None:
-            tables.append(decode(rows.payload)[0])
-        if not tables:
-            raise ValueError("a train input needs a payload or a store_url")
-        table = pa.concat_tables(tables) if len(tables) > 1 else tables[0]
-        return without_stale(table, rows.min_version)
 
 
 def without_stale(table: pa.Table, min_version: int) -> pa.Table:

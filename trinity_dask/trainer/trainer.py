@@ -24,7 +24,7 @@ from trinity_dask.cluster.rpc import ActorHandle, ActorLost
 from trinity_dask.config.schema import Config
 from trinity_dask.trainer.checkpoints.checkpoint import HF_EXPORT, latest_complete, read_state
 from trinity_dask.trainer.metrics import Alarms, merge_rank_metrics
-from trinity_dask.trainer.ranks.rank_pool import RankPool
+from trinity_dask.trainer.ranks.rank import RankPool
 from trinity_dask.trainer.sources import Feed, Source, open_source
 
 log = logging.getLogger("trinity_dask.trainer")
@@ -171,7 +171,27 @@ class Trainer:
             feed = await self._next_feed()
             if feed is None:
                 break
-            metrics = await self._train(feed)
+            self.state = "training"
+            self.step += 1
+            metrics = {"time/wait_data": self._waited_s, **feed.metrics}
+            if feed.rows == 0:  # changes no weight, but it is a step of the schedule
+                self._empty_batches += 1
+                log.warning("train step %d has no rows: its whole batch was filtered", self.step)
+                metrics["trainer/empty_batches"] = float(self._empty_batches)
+            else:
+                self._empty_batches = 0
+                seconds, ranks = await self._on_ranks(
+                    self.pool.call_all, "train_step", feed.input, self.step
+                )
+                metrics |= merge_rank_metrics(ranks, seconds)
+                self._steps_since_save.append(self.step)
+                read = int(metrics.get("sample/rows", feed.rows))
+                self.trained_rows += read
+                self.skipped_rows += feed.rows - read
+                self._tokens_per_s = metrics["tokens_per_s"]
+                self._alarms.look(self.step, metrics)
+                metrics["trainer/trained_rows"] = self.trained_rows
+            metrics["trainer/empty_batch"] = float(feed.rows == 0)
             await self._source.done(feed)
             start = time.perf_counter()
             if self._synchronizer is not None:
@@ -225,29 +245,6 @@ class Trainer:
             await self._synchronizer.trainer_resumed()
         self._waited_s = time.perf_counter() - start
         return feed
-
-    # one step ---------------------------------------------------------------------------
-    async def _train(self, feed: Feed) -> dict[str, float]:
-        self.state = "training"
-        metrics = {"time/wait_data": self._waited_s, **feed.metrics}
-        self.step += 1
-        if feed.rows == 0:  # changes no weight, but it is a step of the schedule
-            self._empty_batches += 1
-            log.warning("train step %d has no rows: its whole batch was filtered", self.step)
-            empty = float(self._empty_batches)
-            return metrics | {"trainer/empty_batch": 1.0, "trainer/empty_batches": empty}
-        self._empty_batches = 0
-        seconds, ranks = await self._on_ranks(
-            self.pool.call_all, "train_step", feed.input, self.step
-        )
-        metrics |= merge_rank_metrics(ranks, seconds)
-        self._steps_since_save.append(self.step)
-        read = int(metrics.get("sample/rows", feed.rows))
-        self.trained_rows += read
-        self.skipped_rows += feed.rows - read
-        self._tokens_per_s = metrics["tokens_per_s"]
-        self._alarms.look(self.step, metrics)
-        return metrics | {"trainer/empty_batch": 0.0, "trainer/trained_rows": self.trained_rows}
 
     async def _check_usable(self) -> None:
         allowed = self.cfg.trainer.max_empty_batches

@@ -56,9 +56,6 @@ class TransferMembers:
     floor_bytes: int = 0  # what members broadcast, bare, in the first group of their number
     speeds: dict[int, float | None] = field(default_factory=dict)  # bytes per s, by world size
 
-    def is_current(self, trainer: str, members: tuple[Member, ...]) -> bool:
-        return self.formed and (self.trainer, self.members) == (trainer, members)
-
     def next_generation(
         self, trainer: str, members: tuple[Member, ...], host: str, port: int
     ) -> dict[str, WeightGroupSpec]:
@@ -78,10 +75,6 @@ class TransferMembers:
             specs[member.slot] = self._spec(host, port, world, offset)
             offset += member.ranks
         return specs
-
-    def mark_formed(self, bytes_per_s: float | None = None) -> None:
-        self.formed = True
-        self.speeds.setdefault(self.world_size, bytes_per_s)
 
     @property
     def world_size(self) -> int:

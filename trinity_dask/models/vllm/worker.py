@@ -113,8 +113,25 @@ class TrinityTransfer(WeightTransferEngine[GroupInfo, UpdateInfo]):
             TensorMeta(name, dtype, tuple(shape)) for name, dtype, shape in update_info.meta
         )
         update = WeightUpdate(**{**vars(update_info), "meta": meta})
+        digest, look = Digest(), None  # what is looked at from now on
         with fetched(update) if update.path else nullcontext(update) as here:
-            digest, look = self._load(here)
+            check_update(here, self.group)
+            # the way that this device, model and method allow
+            if self.adapter is not None:
+                self.adapter.stage(dict(incoming(here, self.group, digest)))
+            elif (loader := self._cpu_loader(here)) is None:
+                self.half_loaded = True
+                load_weights(self.model, self.model_config, incoming(here, self.group, digest))
+            elif _is_shared(here):
+                digest, look = self._load_shared(loader, str(here.path))
+            elif here.method == "nccl":
+                lease = loader.lease(memory_bytes(here.meta, here.bucket_bytes))
+                own = loader.own_memory(here.meta)
+                loader.load(incoming(here, self.group, digest, lease.memory, own), lease)
+            else:
+                # copies: what is packed later must not wait on a disk, nor on a file that is gone
+                arriving = incoming(here, self.group, digest)
+                loader.load(((name, tensor.clone()) for name, tensor in arriving), None)
         self.half_loaded = self.adapter is not None  # until the staged adapter is taken
         self._look, before = look, self._look
         if before is not None:  # nothing of the version before is in use any more
@@ -124,29 +141,6 @@ class TrinityTransfer(WeightTransferEngine[GroupInfo, UpdateInfo]):
             "n_bytes": digest.n_bytes,
             "seconds": time.perf_counter() - start,
         }
-
-    def _load(self, update: WeightUpdate) -> tuple[Digest, Optional[Look]]:
-        """The way that this device, model and method allow; what is looked at from now on."""
-        check_update(update, self.group)
-        digest = Digest()
-        if self.adapter is not None:
-            self.adapter.stage(dict(incoming(update, self.group, digest)))
-            return digest, None
-        loader = self._cpu_loader(update)
-        if loader is None:
-            self.half_loaded = True
-            load_weights(self.model, self.model_config, incoming(update, self.group, digest))
-        elif _is_shared(update):
-            return self._load_shared(loader, str(update.path))
-        elif update.method == "nccl":
-            lease = loader.lease(memory_bytes(update.meta, update.bucket_bytes))
-            own = loader.own_memory(update.meta)
-            loader.load(incoming(update, self.group, digest, lease.memory, own), lease)
-        else:
-            # copies: what is packed later must not wait on a disk, nor on a file that is gone
-            arriving = incoming(update, self.group, digest)
-            loader.load(((name, tensor.clone()) for name, tensor in arriving), None)
-        return digest, None
 
     def _load_shared(self, loader: CpuLoader, path: str) -> tuple[Digest, Look]:
         """What is to be packed is read from the file when it is; so long it is looked at."""

@@ -142,7 +142,8 @@ class TrainableModel:
         With shards every rank must iterate to the end: each tensor is gathered when it is due.
         """
         for name, parameter in self.named.items():
-            yield name, whole(parameter.detach())
+            tensor = parameter.detach()
+            yield name, whole(tensor) if self.lockstep else tensor
 
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Optimizer state by name, whole, to be saved with the weights; as full_weights."""

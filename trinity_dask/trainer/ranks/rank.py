@@ -1,9 +1,11 @@
-"""One trainer rank: a Dask actor on a trainer worker that owns a model replica.
+"""The trainer ranks: each a Dask actor on a trainer worker that owns a model replica.
 
 Invariant: everything that touches the model runs in the rank's single thread, in the order
 of the calls, so a save or a send sees the weights between two steps and the worker's event
 loop always answers. Where ranks hold shards, the peers of rank 0 run its operations in its
-order.
+order. Either every rank is prepared with the same generation, model and checkpoint, or no step
+runs: the loss of one costs all their place, the lost ones are created again and all of them load
+the same checkpoint.
 """
 
 from __future__ import annotations
@@ -23,13 +25,21 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from trinity_dask.aio import ended
+from trinity_dask.aio import all_or_first_error, ended
 from trinity_dask.algorithm.table import AlgorithmSpec, resolve_algorithm
+from trinity_dask.buffer.store.experience_store import ExperienceStore
+from trinity_dask.cluster.actors import (
+    ActorRef,
+    create_actor,
+    on_lost,
+    recreate_actor,
+    release_actor,
+)
 from trinity_dask.cluster.context import freeze_loaded
 from trinity_dask.cluster.rpc import ActorHandle, ActorLost, rpc
+from trinity_dask.cluster.slots import trainer_slot
 from trinity_dask.config.schema import Config
-from trinity_dask.experience.collate import collate
-from trinity_dask.experience.schema import group_codes
+from trinity_dask.experience.schema import decode, group_codes
 from trinity_dask.models.protocol import (
     TensorMeta,
     WeightGroupSpec,
@@ -53,7 +63,8 @@ from trinity_dask.trainer.ranks.parallel import (
     shard,
     strategy_of,
 )
-from trinity_dask.trainer.sources import RowReader, TrainInput, stale_metrics
+from trinity_dask.trainer.sources import TrainInput, stale_metrics, without_stale
+from trinity_dask.trainer.step.batching import collate
 from trinity_dask.trainer.step.engine import StepEngine
 from trinity_dask.trainer.step.row_metrics import (
     available_fields,
@@ -71,6 +82,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SETTLE_S = 5.0
+CALL_TIMEOUT_S = 60.0
+CLOSE_TIMEOUT_S = 10.0
 
 
 async def all_or_loss(*work: Awaitable[T]) -> list[T]:
@@ -145,7 +158,7 @@ class TrainerRank:
         self.turn = asyncio.Lock()  # of rank 0's operations
         self.peers: tuple[ActorHandle, ...] = ()
         self._steps: dict[Any, asyncio.Future[Any]] = {}  # what a peer followed
-        self._source = RowReader()
+        self._store: Optional[ExperienceStore] = None  # that the last step read from
         self._loaded: Optional[_Loaded] = None
         self._shared = SharedFiles()  # what it has written for method memory
 
@@ -297,11 +310,25 @@ class TrainerRank:
         """Train on this rank's share of the rows; metrics as in :class:`StepEngine`.
 
         Rank 0 adds ``sample/*`` of all rows. ``time/*`` in seconds, ``tokens`` of this rank.
+
+        Raises:
+            ValueError: an input without rows, or rows that lack what the algorithm needs.
+            Exception: what the store raises for damaged files.
         """
         start = time.perf_counter()
         engine = self._now.engine
         self._now.step = step
-        table = self._source.read(train_input)
+        tables, url = [], train_input.store_url
+        if url is not None:
+            if self._store is None or self._store.url != url:
+                options, skip = train_input.storage_options, train_input.skip_corrupt
+                self._store = ExperienceStore(url, options, skip_corrupt=skip)
+            tables.append(self._store.read(train_input.refs))
+        if train_input.payload is not None:
+            tables.append(decode(train_input.payload)[0])
+        if not tables:
+            raise ValueError("a train input needs a payload or a store_url")
+        table = without_stale(pa.concat_tables(tables), train_input.min_version)
         if table.num_rows == 0:  # all of it damaged, and skip_corrupt allows to go on
             return {"tokens": 0.0, **describe_rows(table)}
         # on all rows, before the ranks part: one rank that refuses alone would leave its
@@ -432,3 +459,126 @@ class TrainerRank:
     ) -> list[np.ndarray]:
         """Per sequence the log-prob of every token after the first: float32."""
         return self._now.engine.sequence_logprobs(sequences, temperature)
+
+
+# --------------------------------------------------------------------------- all of them
+class RanksFailed(RuntimeError):
+    """Trainer ranks died more often than ``trainer.max_rank_restarts`` allows."""
+
+
+class RankPool:
+    """One :class:`TrainerRank` per trainer worker; lives on the control worker's loop."""
+
+    def __init__(self, cfg: Config, run_id: str) -> None:
+        self.cfg = cfg
+        self.run_id = run_id
+        self.world_size = cfg.cluster.trainer.n_workers
+        self.generation = 0
+        self.restarts = 0
+        self._refs: list[ActorRef] = []
+        self._lost: dict[int, ActorHandle] = {}
+
+    @property
+    def handles(self) -> list[ActorHandle]:
+        """Of all ranks, rank 0 first."""
+        return [ref.handle for ref in self._refs]
+
+    @property
+    def lost(self) -> list[int]:
+        """Ranks whose worker is known to be gone."""
+        return sorted(self._lost)
+
+    # life -------------------------------------------------------------------------------
+    async def start(self, model_path: str, checkpoint: Optional[str]) -> dict[str, Any]:
+        """Create and prepare all ranks; returns rank 0's facts.
+
+        Raises:
+            TimeoutError: a trainer slot has no worker, or a rank is not ready in time.
+            Exception: what a rank raised.
+        """
+        ranks = range(self.world_size)
+        self._refs = await all_or_first_error(*(self._create(rank) for rank in ranks))
+        for rank in ranks:
+            self._watch(rank)
+        return await self._prepare(model_path, checkpoint)
+
+    async def _create(self, rank: int) -> ActorRef:
+        return await create_actor(
+            TrainerRank,
+            self.cfg,
+            rank,
+            self.world_size,
+            slot=trainer_slot(rank),
+            key=f"{self.run_id}-{trainer_slot(rank)}",
+            timeout=self.cfg.cluster.start_timeout_s,
+        )
+
+    def _watch(self, rank: int) -> None:
+        def lost(ref: ActorRef) -> None:
+            self._lost[rank] = ref.handle
+            log.warning("trainer rank %d was lost with its worker %s", rank, ref.handle.address)
+
+        on_lost(self._refs[rank], lost)
+
+    async def _prepare(self, model_path: str, checkpoint: Optional[str]) -> dict[str, Any]:
+        self.generation += 1
+        host = self.handles[0].address.split("://")[-1].rpartition(":")[0]
+        port = await self.call(0, "free_port", timeout_s=CALL_TIMEOUT_S)
+        peers = tuple(self.handles[1:])
+        arguments = (f"{host}:{port}", self.generation, model_path, checkpoint, peers)
+        timeout_s = self.cfg.trainer.step_timeout_s
+        facts = await self.call_all("prepare", *arguments, timeout_s=timeout_s)
+        return facts[0]
+
+    async def rebuild(self, model_path: str, checkpoint: Optional[str], cause: Exception) -> None:
+        """Create the lost ranks again and prepare all from ``checkpoint``.
+
+        A rank that dies during the rebuild counts as the next loss.
+
+        Raises:
+            RanksFailed: there were ``max_rank_restarts`` losses already.
+        """
+        allowed = self.cfg.trainer.max_rank_restarts
+        while True:
+            if self.restarts >= allowed:
+                raise RanksFailed(
+                    f"trainer ranks were rebuilt {self.restarts} times and one is lost again "
+                    f"({cause}); trainer.max_rank_restarts = {allowed}. The last complete "
+                    "checkpoint is kept: run the same command to continue from it"
+                ) from cause
+            self.restarts += 1
+            try:
+                await self._recreate_lost(cause)
+                await self._prepare(model_path, checkpoint)
+                return
+            except ActorLost as error:
+                cause = error
+
+    async def _recreate_lost(self, cause: Exception) -> None:
+        if isinstance(cause, ActorLost):
+            self._lost.update({r: h for r, h in enumerate(self.handles) if h == cause.handle})
+        timeout_s = self.cfg.cluster.start_timeout_s
+        for rank in self.lost:
+            log.warning("creating trainer rank %d again", rank)
+            self._refs[rank] = await recreate_actor(self._refs[rank], timeout_s)
+            del self._lost[rank]
+            self._watch(rank)
+
+    async def close(self) -> None:
+        """Close and release every rank; a rank that does not answer is left to its worker."""
+        closing = (rpc(h, "close", timeout=CLOSE_TIMEOUT_S) for h in self.handles)
+        for result in await asyncio.gather(*closing, return_exceptions=True):
+            if isinstance(result, Exception):
+                log.info("a trainer rank did not close cleanly: %s", result)
+        for ref in self._refs:
+            await release_actor(ref)
+        self._refs = []
+
+    # calls ------------------------------------------------------------------------------
+    async def call(self, rank: int, method: str, *args: Any, timeout_s: float) -> Any:
+        return await rpc(self._refs[rank].handle, method, *args, timeout=timeout_s)
+
+    async def call_all(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        """Call every rank at once; results in rank order, errors as of :func:`all_or_loss`."""
+        calls = (rpc(handle, method, *args, timeout=timeout_s) for handle in self.handles)
+        return await all_or_loss(*calls)

@@ -176,7 +176,7 @@ class StepEngine:
         """All updates of train step ``step`` (1 is the first).
 
         Args:
-            batch: what ``experience.collate`` makes of this rank's rows, in the order of
+            batch: what ``collate`` makes of this rank's rows, in the order of
                 ``plan.rows``; with no plan, all rows of the step on a single rank.
             whole: the collation of the rows of all ranks, for algorithms whose advantages
                 are computed here; None on a single rank.

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from trinity_dask.experience.collate import flagged
 from trinity_dask.experience.experience import PROMPT_TRUNCATED, RESPONSE_TRUNCATED
+from trinity_dask.trainer.step.batching import flagged
 
 TASK = ["batch", "task"]
 
