@@ -164,3 +164,26 @@ def test_only_a_lost_actor_can_be_created_again(cluster: RunCluster, control: Ac
     make(cluster, control, "engine-0")
     with pytest.raises(TimeoutError, match="not lost"):
         call(cluster.client, control.handle, "recreate", 0.5, timeout=WAIT_S)
+
+
+def hold_once(flag: str, n_bytes: int) -> int:
+    """Keep ``n_bytes`` until the process is ended; after that only say which one answers."""
+    if not Path(flag).exists():
+        Path(flag).touch()
+        kept = bytearray(n_bytes)
+        time.sleep(WAIT_S)
+        del kept
+    return os.getpid()
+
+
+def test_a_process_beyond_its_memory_limit_is_ended_named_and_reborn(tmp_path: Path) -> None:
+    cfg = local_config(tmp_path)
+    cfg.cluster.rollout = GroupConfig(nthreads=1, memory_limit="600MB")
+    with open_cluster(cfg) as cluster:
+        where = {"resources": {"slot:engine-0": 1}, "pure": False}
+        before = cluster.client.submit(os.getpid, **where).result(WAIT_S)
+        flag = str(tmp_path / "flag")
+        after = cluster.client.submit(hold_once, flag, 900 << 20, **where).result(WAIT_S)
+        assert after != before
+    named = (tmp_path / "log" / "driver.log").read_text()
+    assert f"(pid={before}) exceeded 100% memory budget" in named

@@ -38,11 +38,12 @@ SETTINGS: dict[str, Any] = {
     "distributed.worker.daemon": False,
     # a statistical profiler every 10 ms is no use for native code
     "distributed.worker.profile.enabled": False,
-    # never spill, pause or kill a worker that holds an engine
+    # never spill or pause a worker that holds an engine; end it at cluster.<group>.memory_limit,
+    # where one is set, rather than let the machine choose whom to end
     "distributed.worker.memory.target": False,
     "distributed.worker.memory.spill": False,
     "distributed.worker.memory.pause": False,
-    "distributed.worker.memory.terminate": False,
+    "distributed.worker.memory.terminate": 1.0,
     "distributed.worker.transfer.message-bytes-limit": "200MB",
     # no heartbeats come while a worker loads a model with the interpreter lock held
     "distributed.scheduler.worker-ttl": "30 minutes",

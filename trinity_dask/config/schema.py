@@ -224,7 +224,7 @@ class GroupConfig:
     nthreads: Optional[int] = setting(None, ge=1)  # Dask threads; a rollout worker's task slots
     omp_threads: int = setting(1, ge=1)  # OpenMP/BLAS threads of each process
     gpus_per_worker: int = setting(0, ge=0)  # GPUs of each; 0 = it computes on the CPU
-    memory_limit: str = "0"  # Dask memory limit; 0 = none (never pause an engine)
+    memory_limit: str = "0"  # a process beyond it is ended, named, and started again; 0 = none
     env: dict[str, str] = field(default_factory=dict)  # environment variables of the processes
     # which of a shared cluster's slots this run has; filled in when it joins other runs
     first_index: Optional[int] = setting(None, ge=0)
