@@ -265,7 +265,7 @@ def test_what_a_turn_becomes(given: dict[str, Any], turn: dict[str, Any]) -> Non
         ({"prompt": "q", "sys": ["s"]}, {"system_prompt_key": "sys"}, "column 'sys' holds a list"),
         ({"prompt": "q", "tools": "clock"}, {}, "column 'tools' is no JSON"),
         ({"prompt": "q", "tools": ["clock"]}, {}, "column 'tools' must be a list of objects"),
-        ({"messages": None}, {"prompt_type": "messages"}, "column 'messages' must be a list"),
+        ({"messages": None}, {"prompt_type": "messages"}, "column 'messages' has no message"),
         ({"messages": "hello"}, {"prompt_type": "messages"}, "column 'messages' is no JSON"),
         ({"messages": ["hello"]}, {"prompt_type": "messages"}, "must be a list of objects"),
         ({"messages": [{"role": "user", "content": 5}]}, {"prompt_type": "messages"},

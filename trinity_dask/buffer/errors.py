@@ -7,6 +7,18 @@ class DataError(ValueError):
     """A task or training file lacks something; the message names file, row and column."""
 
 
+class UnusableRow(DataError):
+    """A row that has nothing to ask or to learn: ``kind`` is ``empty``, or ``long``, longer than
+    the limit. What becomes of it, ``format.empty_rows`` and ``format.long_rows`` say."""
+
+    def __init__(self, message: str, kind: str = "empty") -> None:
+        super().__init__(message)
+        self.kind = kind
+
+    def __reduce__(self) -> tuple[type[UnusableRow], tuple[str, str]]:
+        return type(self), (str(self), self.kind)
+
+
 class StoreError(RuntimeError):
     """The experience store could not be read or written; nothing half-done is visible."""
 

@@ -36,6 +36,10 @@ class FormatConfig:
     enable_concatenated_multi_turn: bool = False
     # false: the prompt text is tokenised as it is, without the chat template
     apply_chat_template: bool = True
+    # a row without prompt, truth or answer: the next usable one takes its place, or the run ends
+    empty_rows: str = setting("skip", choices=("skip", "refuse"))
+    # a training row longer than model.max_model_len; what cutting leaves nothing of is skipped
+    long_rows: str = setting("cut", choices=("cut", "skip", "refuse"))
     # append the end-of-sequence token to the response of a plaintext SFT row
     append_eos: bool = True
 
@@ -159,6 +163,8 @@ class BufferConfig:
     batch_size: int = setting(1, ge=1)  # tasks per explorer step
     # rows per train step; None = exactly what one explorer step committed
     train_batch_size: Optional[int] = setting(None, ge=1)
+    # on resume: go on at the saved position in data that is not what it was; false refuses it
+    accept_other_data: bool = False
     # passes over the train tasks, unless total_steps ends the run before
     total_epochs: int = setting(1, ge=1)
     # explorer steps (of a trainer alone: train steps); None = total_epochs

@@ -372,8 +372,9 @@ class Processing:
     def process(self, payloads: Sequence[bytes]) -> tuple[pa.Table, dict[str, Any], int]:
         """Rows to commit, metrics, rows filtered out. CPU work: it belongs in a thread.
 
+        Of a batch with no prompt that fitted no row is left.
+
         Raises:
-            BatchFailed: no prompt of the batch fitted.
             RuntimeError: rows were lost in the pipeline.
         """
         # in the order of their tasks, whichever ended first: mini-batches depend on it
@@ -394,12 +395,13 @@ class Processing:
                 100 * truncated,
             )
         if statistics.get("rollout/prompt_truncated_share") == 1.0:
-            # there is nothing to learn from, and neither is in the next batch
-            raise BatchFailed(
-                "every prompt of the batch is longer than model.max_prompt_tokens = "
-                f"{self.cfg.model.max_prompt_tokens}, so nothing was sampled; raise it (and "
-                "model.max_model_len), or shorten the prompts or the workflow's system prompt"
+            log.warning(
+                "every prompt of the batch is longer than model.max_prompt_tokens = %s, so nothing "
+                "was sampled, and it is committed without rows; raise it (and "
+                "model.max_model_len), or shorten the prompts or the workflow's system prompt",
+                self.cfg.model.max_prompt_tokens,
             )
+            table, filtered = table.slice(0, 0), filtered + table.num_rows
         return table, {**metrics, **statistics}, filtered
 
 

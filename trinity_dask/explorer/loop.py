@@ -215,6 +215,7 @@ class ExploreLoop:
         self._seen["tokens_per_s"] = round(tokens_per_s, 1)
         metrics["rollout/model_version"] = float(version)
         metrics["rollout/tokens_per_s"] = tokens_per_s
+        metrics["rollout/skipped_rows"] = float(self.stream.skipped_rows)
         metrics["time/explore_step"] = now - submitted
         metrics["time/wait_explore_step"] = now - waited
         self._monitor.log(step, metrics)

@@ -64,6 +64,7 @@ class TasksetReader:
             feedback_lag=cfg.explorer.max_inflight_batches,
             default_repeat_times=cfg.algorithm.repeat_times or spec.repeat_times,
             greedy_baseline=spec.needs_greedy_baseline,
+            accept_other_data=cfg.buffer.accept_other_data,
             **self._defaults,
         )
 
@@ -111,6 +112,11 @@ class TaskStream:
         self._reading = asyncio.Lock()
         self._position: Optional[State] = None  # where it goes on; set while a thread reads
         self._untold: list[tuple[int, Mapping[str, Any]]] = []  # feedback that came meanwhile
+
+    @property
+    def skipped_rows(self) -> int:
+        """Rows of the train files that could not be used, so far; others took their places."""
+        return self._reader.train.skipped
 
     async def read(self, step: int) -> Optional[list[Task]]:
         """The tasks of ``step``, or None at the end."""

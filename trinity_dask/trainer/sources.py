@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Optional, Protocol
 
 import pyarrow as pa
@@ -217,6 +217,7 @@ class FileSource:
             total_epochs=cfg.buffer.total_epochs,
             total_steps=cfg.trainer.total_steps or cfg.buffer.total_steps,
             max_tokens=cfg.model.max_model_len,
+            accept_other_data=cfg.buffer.accept_other_data,
         )
 
     @property
@@ -231,7 +232,8 @@ class FileSource:
         except EndOfData as end:
             self.left_rows = end.left_rows
             raise
-        return _payload_feed(table)
+        feed = _payload_feed(table)
+        return replace(feed, metrics={"sample/skipped_rows": float(self._open_reader.skipped)})
 
     async def done(self, feed: Feed) -> None:
         self._since += 1

@@ -23,7 +23,7 @@ from trinity_dask.buffer.data.prompts import (
     template_error,
     text_of,
 )
-from trinity_dask.buffer.errors import DataError
+from trinity_dask.buffer.errors import DataError, UnusableRow
 from trinity_dask.config.schema import FormatConfig
 from trinity_dask.experience import EID, RESPONSE_TRUNCATED, Experience
 from trinity_dask.registry import Registry
@@ -37,7 +37,8 @@ class RowFormatter:
     A format has ``columns`` (those that every row needs), ``rows_per_unit`` and
     ``format_unit(row, eid, where)``, the experiences of one row.
 
-    ``max_tokens`` cuts longer rows at the end and marks them."""
+    ``max_tokens`` cuts longer rows at the end and marks them, or ``fmt.long_rows`` has them
+    raise :class:`~trinity_dask.buffer.errors.UnusableRow`."""
 
     rows_per_unit = 1
 
@@ -95,13 +96,18 @@ class RowFormatter:
         limit = self.max_tokens or len(prompt) + len(response)
         kept = response[: max(limit - len(prompt), 0)]
         action = np.ones(len(kept), np.bool_) if mask is None else np.array(mask[: len(kept)])
+        is_long = len(kept) < len(response)
+        if is_long and self.fmt.long_rows != "cut":
+            n_tokens = len(prompt) + len(response)
+            raise UnusableRow(f"{where}: {n_tokens} tokens, the limit is {limit}", "long")
         if not prompt or not action.any():
-            raise DataError(
+            raise UnusableRow(
                 f"{where}: {len(prompt)} prompt and {len(response)} response tokens leave "
                 f"nothing to learn (limit {limit} tokens); fill both columns, or raise "
-                "model.max_model_len"
+                "model.max_model_len",
+                "long" if is_long else "empty",
             )
-        status = RESPONSE_TRUNCATED if len(kept) < len(response) else None
+        status = RESPONSE_TRUNCATED if is_long else None
         return Experience(
             tokens=np.array(prompt + kept, np.int32),
             prompt_length=len(prompt),

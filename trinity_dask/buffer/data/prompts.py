@@ -15,7 +15,7 @@ from typing import Any
 
 import jinja2
 
-from trinity_dask.buffer.errors import DataError
+from trinity_dask.buffer.errors import DataError, UnusableRow
 from trinity_dask.config.schema import FormatConfig
 from trinity_dask.models.tokenizer import chat_prompt
 
@@ -75,10 +75,13 @@ def prompt_of(
 
     Raises:
         DataError: a column holds no text, or no conversation; ``where`` and column are named.
+        UnusableRow: nothing is asked, since the column is empty.
     """
     prefix, answer = fmt.reply_prefix or "", list[dict[str, Any]]()
     if fmt.prompt_type != "messages":
         question = text_of(row, fmt.prompt_key, where, "format.prompt_key")
+        if not question.strip():
+            raise UnusableRow(f"{where}: column {fmt.prompt_key!r} is empty")
         if not fmt.apply_chat_template:
             return Prompt(where, text=question + prefix, reply_prefix=prefix)
         messages = [{"role": "user", "content": question}]
@@ -100,14 +103,16 @@ def text_of(row: dict[str, Any], column: str, where: str, key: str) -> str:
     """The text in ``column``, which the configuration key ``key`` names.
 
     Raises:
-        DataError: there is none, or something else than text.
+        DataError: there is something else than text. UnusableRow: there is nothing.
     """
     value = row.get(column)
     if isinstance(value, str):
         return value
     if value is None:
         there = ", ".join(sorted(map(str, row))) or "nothing"
-        raise DataError(f"{where}: column {column!r} has no text (the row has {there}); set {key}")
+        raise UnusableRow(
+            f"{where}: column {column!r} has no text (the row has {there}); set {key}"
+        )
     hint = "text"
     if isinstance(value, list | dict):
         hint = "text, or set format.prompt_type=messages and format.messages_key"
@@ -121,11 +126,12 @@ def parse_messages(value: Any, column: str, where: str) -> Messages:
     """The messages in a cell: a list, one message, or the JSON text of either.
 
     Raises:
-        DataError: it holds no message, one without a role, or content that is no text.
+        DataError: it holds a message without a role, or content that is no text.
+        UnusableRow: it holds no message.
     """
-    messages = as_list(value, column, where)
+    messages = [] if value is None or value == "" else as_list(value, column, where)
     if not messages:
-        raise DataError(f"{where}: column {column!r} has no message")
+        raise UnusableRow(f"{where}: column {column!r} has no message")
     return [
         _message(message, f"{where}: column {column!r}, message {number}")
         for number, message in enumerate(messages)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import logging
 import lzma
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import xxhash
@@ -17,8 +19,10 @@ import xxhash
 from trinity_dask.buffer.data.parts import Part, Row, open_part
 from trinity_dask.buffer.data.sources import find_sources
 from trinity_dask.buffer.data.sql import is_database, read_sql
-from trinity_dask.buffer.errors import DataError
+from trinity_dask.buffer.errors import DataError, UnusableRow
 from trinity_dask.config.schema import ExperienceBufferConfig, TasksetConfig
+
+log = logging.getLogger(__name__)
 
 UNREADABLE = (OSError, ValueError, EOFError, lzma.LZMAError)  # ArrowInvalid is a ValueError
 SAMPLE_ROWS = 512  # that are checked before a run begins; all of a smaller data set
@@ -103,7 +107,7 @@ class RowReader:
         (file, _), local = self._find(index)
         return f"{file}, row {local}"
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Of the rows and their order: the content of text, samples of large binary files."""
         digest = xxhash.xxh3_128(str(len(self)).encode())
@@ -120,21 +124,34 @@ class RowReader:
             for local in part.head(share)
         ]
 
-    def require(self, columns: Sequence[str]) -> None:
+    def require(self, columns: Sequence[str], *, some: bool = False) -> None:
         """Check up front that a sample of the rows has a value in each of ``columns``.
 
+        With ``some`` a value may be null (not absent) in some of them, not in all.
+
         Raises:
-            DataError: names the file, the row (from 0), the column and what is there.
+            UnusableRow: names the file, the row (from 0), the column and what is there.
         """
+        lacking: dict[str, UnusableRow | None] = {}
         for index in self.sample():
-            self.check(index, self[index], columns)
+            row = self[index]
+            for column in columns:
+                try:
+                    self.check(index, row, [column])
+                    lacking[column] = None
+                except UnusableRow as error:
+                    if not some or column not in row:
+                        raise
+                    lacking.setdefault(column, error)
+        for none_has_it in filter(None, lacking.values()):
+            raise none_has_it
 
     def check(self, index: int, row: Row, columns: Sequence[str]) -> None:
         """The same for one row."""
         for column in columns:
             if row.get(column) is None:
                 there = ", ".join(sorted(map(str, row))) or "nothing"
-                raise DataError(
+                raise UnusableRow(
                     f"{self.where(index)}: no value in column {column!r} (the row has: "
                     f"{there}). Add it, or name the right column under format."
                 )
@@ -142,3 +159,25 @@ class RowReader:
     def column(self, name: str) -> list[Any]:
         """The values of all rows in a column, null where a row has none."""
         return [value for _, part in self._parts for value in part.column(name)]
+
+
+def compare_data(reader: RowReader, state: Mapping[str, Any], *, accept: bool) -> None:
+    """Are the rows those in which the position ``state`` was saved?
+
+    Raises:
+        DataError: they are not, and that is not accepted.
+    """
+    rows = state.get("rows", len(reader))
+    if state.get("fingerprint", reader.fingerprint) == reader.fingerprint and rows == len(reader):
+        return
+    found = f"{rows} rows then, {len(reader)} now" if rows != len(reader) else f"{rows} other rows"
+    message = (
+        f"the data of {reader.name!r} is not what it was when its position was saved ({found}); "
+        "rows may be repeated or left out"
+    )
+    if not accept:
+        raise DataError(
+            f"{message}. Restore the data, start a new job, or set buffer.accept_other_data=true "
+            "to go on at the same row number"
+        )
+    log.warning(message)

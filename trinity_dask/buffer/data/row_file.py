@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Optional
 
 import numpy as np
 import pyarrow as pa
 
 from trinity_dask.buffer.data.formats import FORMATTERS
-from trinity_dask.buffer.data.readers import RowReader
+from trinity_dask.buffer.data.readers import RowReader, compare_data
 from trinity_dask.buffer.data.selectors import make_selector
+from trinity_dask.buffer.data.skipping import Skipping
 from trinity_dask.buffer.errors import DataError, EndOfData
 from trinity_dask.config.schema import Config, ExperienceBufferConfig
 from trinity_dask.experience import EID, Experience
@@ -37,10 +39,13 @@ class RowFile:
         schema: ``sft``, ``cpt`` or ``dpo``.
         total_steps, batch_size: end after ``total_steps * batch_size`` experiences; with
             ``total_steps`` None after ``total_epochs`` passes over the file.
-        max_tokens: longest experience in tokens; longer ones are cut and marked.
+        max_tokens: longest experience in tokens; ``format.long_rows`` says what becomes of
+            longer ones.
+        accept_other_data: a saved position in other data is used, with a warning.
 
     Raises:
-        DataError: the file is missing or a row lacks a column (file, row, column named).
+        DataError: the file is missing, or no row of a sample has a column (one lacks it, with
+            ``format.empty_rows=refuse``); file, row and column are named.
         ValueError: unknown schema.
     """
 
@@ -54,13 +59,16 @@ class RowFile:
         total_epochs: int = 1,
         total_steps: int | None = None,
         max_tokens: int | None = None,
+        accept_other_data: bool = True,
     ) -> None:
         if not cfg.path:
             raise DataError(f"buffer {cfg.name!r} is read from a file: set its path, a data file")
         self.name = cfg.name
         self._reader = RowReader.of(cfg)
         self._formatter = FORMATTERS.get(schema)(tokenizer, cfg.format, max_tokens)
-        self._reader.require(self._formatter.columns)
+        self._reader.require(self._formatter.columns, some=cfg.format.empty_rows == "skip")
+        self._skipping = Skipping(self.name, len(self._reader), cfg.format)
+        self._accept_other_data = accept_other_data
         self._selector = make_selector(cfg.data_selector, self._reader)
         self.unit: int = self._formatter.rows_per_unit
         n_rows = len(self._reader) * self.unit
@@ -90,16 +98,35 @@ class RowFile:
             # the serial number makes the id unique over epochs, and equal after a resume
             epoch = serial // len(self._reader)
             eid = EID(batch=self.name, task=index, run=epoch, suffix=f"{serial:06x}")
-            where = self._reader.where(index)
-            rows += self._formatter.format_unit(self._reader[index], eid, where)
+            rows += self._skipping.usable(index, partial(self._format, eid))
         return to_table(rows)
 
+    def _format(self, eid: EID, index: int) -> list[Experience]:
+        row = self._reader[index]
+        self._reader.check(index, row, self._formatter.columns)
+        return self._formatter.format_unit(row, eid, self._reader.where(index))
+
+    @property
+    def skipped(self) -> int:
+        """Rows of the file that could not be used so far; the next one took the place of each."""
+        return self._skipping.count
+
     def state_dict(self) -> dict[str, Any]:
-        """Units read so far and the selector's state, as JSON."""
-        return {"consumed": self._consumed, "selector": self._selector.state_dict()}
+        """Units read so far, the selector's state and whose rows they are, as JSON."""
+        return {
+            "consumed": self._consumed,
+            "selector": self._selector.state_dict(),
+            "rows": len(self._reader),
+            "fingerprint": self._reader.fingerprint,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after :meth:`state_dict`."""
+        """Continue after :meth:`state_dict`.
+
+        Raises:
+            DataError: the data is not what it was, and that is not accepted.
+        """
+        compare_data(self._reader, state, accept=self._accept_other_data)
         self._consumed = int(state["consumed"])
         self._selector.load_state_dict(state["selector"])
 
@@ -137,6 +164,7 @@ class ExpertRows:
                 batch_size=1,
                 total_epochs=ENDLESS_EPOCHS,
                 max_tokens=cfg.model.max_model_len,
+                accept_other_data=cfg.buffer.accept_other_data,
             )
         )
         if state is not None:

@@ -19,7 +19,6 @@ last ``feedback_lag`` committed batches (a step's second feedback is ignored).
 from __future__ import annotations
 
 import copy
-import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -28,14 +27,13 @@ from typing import Any
 import numpy as np
 
 from trinity_dask.buffer.data.prompts import prompt_of
-from trinity_dask.buffer.data.readers import RowReader
+from trinity_dask.buffer.data.readers import RowReader, compare_data
 from trinity_dask.buffer.data.selectors import make_selector
+from trinity_dask.buffer.data.skipping import Skipping
 from trinity_dask.buffer.errors import DataError, EndOfTasks
 from trinity_dask.buffer.store.ranges import Ranges
 from trinity_dask.config.schema import TasksetConfig
 from trinity_dask.experience.task import Task
-
-log = logging.getLogger(__name__)
 
 SELECTOR_METRIC = "selector_metric"
 Observed = dict[str, dict[str, list[Any]]]  # taskset id -> {"indices": [...], "values": [...]}
@@ -45,7 +43,8 @@ class Taskset:
     """Reads the rows of ``cfg.path`` as :class:`Task` batches.
 
     A row must have a value in the prompt column, and in ``format.response_key`` when a
-    reward function is set; an empty key name switches its check off.
+    reward function is set; an empty key name switches its check off. The next row that has
+    them takes the place of one that has not; an evaluation leaves it out.
 
     Args:
         batch_size: tasks per :meth:`read`.
@@ -54,9 +53,11 @@ class Taskset:
             none; an evaluation repeats once by default.
         taskset_id: written into every task's ``index``.
         greedy_baseline: of every training task.
+        accept_other_data: a saved position in other data is used, with a warning.
 
     Raises:
-        DataError: the file is missing or a row lacks a column (file, row, column named).
+        DataError: the file is missing, or no row of a sample has a column (one lacks it, with
+            ``format.empty_rows=refuse``); file, row and column are named.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Taskset:
         default_repeat_times: int | None = None,
         taskset_id: int = 0,
         greedy_baseline: bool = False,
+        accept_other_data: bool = True,
     ) -> None:
         self.cfg = cfg
         self.name = cfg.name or cfg.path
@@ -100,7 +102,10 @@ class Taskset:
         needed = [fmt.messages_key if fmt.prompt_type == "messages" else fmt.prompt_key]
         if self._template.reward_fn:
             needed.append(fmt.response_key)
-        self._reader.require([column for column in needed if column])
+        self._needed = [column for column in needed if column]
+        self._reader.require(self._needed, some=fmt.empty_rows == "skip")
+        self._skipping = Skipping(self.name, len(self._reader), fmt)
+        self._accept_other_data = accept_other_data
         steps = None if is_eval else total_steps
         epochs = 1 if is_eval else total_epochs
         self.total_tasks = steps * batch_size if steps else epochs * len(self._reader)
@@ -110,6 +115,11 @@ class Taskset:
     def __len__(self) -> int:
         """Rows in the file."""
         return len(self._reader)
+
+    @property
+    def skipped(self) -> int:
+        """Rows that could not be used, of those looked at so far."""
+        return self._skipping.count
 
     @property
     def total_batches(self) -> int:
@@ -133,19 +143,23 @@ class Taskset:
         """The next ``count`` tasks in the selector's order, which goes round without an end."""
         indices = self._selector.get_indices(count)
         self._read += count
-        tasks = []
-        for index in indices:
-            task = copy.deepcopy(self._template)  # a workflow may write into its arguments
-            task.raw_task = self._reader[index]
-            task.index = {"index": index, "taskset_id": self._taskset_id}
-            task.source = self._reader.where(index)
-            fmt = self.cfg.format
-            if fmt.messages_key if fmt.prompt_type == "messages" else fmt.prompt_key:
-                prompt_of(task.raw_task, fmt, task.source)  # refused here, not by each worker
-            task.workflow = task.raw_task.get(fmt.workflow_key) or task.workflow
-            task.reward_fn = task.raw_task.get(fmt.reward_fn_key) or task.reward_fn
-            tasks.append(task)
-        return tasks
+        if self.is_eval:  # another row in its place would be evaluated twice
+            tried = [self._skipping.attempt(index, self._task) for index in indices]
+            return [task for task in tried if task is not None]
+        return [self._skipping.usable(index, self._task) for index in indices]
+
+    def _task(self, index: int) -> Task:
+        """The task of a row. Raises UnusableRow when it is empty, DataError for no text."""
+        row, fmt, where = self._reader[index], self.cfg.format, self._reader.where(index)
+        self._reader.check(index, row, self._needed)
+        if fmt.messages_key if fmt.prompt_type == "messages" else fmt.prompt_key:
+            prompt_of(row, fmt, where)  # refused here, not by each worker
+        task = copy.deepcopy(self._template)  # a workflow may write into its arguments
+        task.raw_task, task.source = row, where
+        task.index = {"index": index, "taskset_id": self._taskset_id}
+        task.workflow = row.get(fmt.workflow_key) or task.workflow
+        task.reward_fn = row.get(fmt.reward_fn_key) or task.reward_fn
+        return task
 
     def update(self, indices: Sequence[int], values: Sequence[float]) -> None:
         """Tell the selector what was observed on rows ``indices``."""
@@ -161,19 +175,17 @@ class Taskset:
         return {
             "read": self._read,
             "rows": len(self._reader),
+            "fingerprint": self._reader.fingerprint,
             "selector": self._selector.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after :meth:`state_dict`: the next batch is the one after the saved ones."""
-        if state["rows"] != len(self._reader):
-            log.warning(
-                "taskset %r had %d rows when its position was saved and has %d now; "
-                "tasks may be repeated or left out",
-                self.name,
-                state["rows"],
-                len(self._reader),
-            )
+        """Continue after :meth:`state_dict`: the next batch is the one after the saved ones.
+
+        Raises:
+            DataError: the data is not what it was, and that is not accepted.
+        """
+        compare_data(self._reader, state, accept=self._accept_other_data)
         self._read = int(state["read"])
         self._selector.load_state_dict(state.get("selector", {"position": self._read}))
 
@@ -232,6 +244,11 @@ class TasksetScheduler:
     def __len__(self) -> int:
         """Rows in all files."""
         return sum(map(len, self.tasksets))
+
+    @property
+    def skipped(self) -> int:
+        """Rows that could not be used, of those looked at so far."""
+        return sum(taskset.skipped for taskset in self.tasksets)
 
     # -- reading --------------------------------------------------------------------
 
