@@ -22,6 +22,7 @@ from trinity_dask.models.protocol import WeightUpdate
 from trinity_dask.models.torch.engine import TorchEngine
 from trinity_dask.models.wrapper import ModelWrapper, load_tokenizer
 from trinity_dask.monitor.history import load_metrics
+from trinity_dask.run import RunFailed
 from trinity_dask.trainer.checkpoints.checkpoint import WEIGHTS, latest_complete
 from trinity_dask.trainer.ranks.rank import TrainerRank
 from trinity_dask.trainer.sources import TrainInput
@@ -110,3 +111,22 @@ def test_fault_19_at_lag_0_a_run_is_the_plain_loop_bit_by_bit(
     frame = load_metrics(jobs.dir(name)).dropna(subset=["actor/final_loss"])
     assert list(frame["actor/final_loss"]) == loop.losses
     assert len(set(loop.losses)) == STEPS  # it did train
+
+
+@pytest.mark.timeout(600)
+def test_a_finished_run_that_is_given_more_steps_is_the_longer_run(jobs: SmallJobs) -> None:
+    """Optimizer, task position and accounts go on, to the bit."""
+    words = [*WORDS, "algorithm.optimizer.lr_scheduler_type=constant"]  # others know the total
+    whole = jobs.finish(*words, name="whole")
+    jobs.finish(*words, f"buffer.total_steps={STEPS - 2}", name="grown")
+    grown = jobs.finish(*words, name="grown")
+    assert grown.status["accounts"] == whole.status["accounts"]
+    ends = [latest_complete(jobs.dir(name)) for name in ("whole", "grown")]
+    one, other = (load_file(end / WEIGHTS) for end in ends if end is not None)
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    again = jobs.finish(*words, name="grown")
+    assert "is finished already" in again.status["message"]
+    with pytest.raises(RunFailed, match="Only with more steps or epochs"):
+        jobs.finish(*words, "algorithm.optimizer.lr=0.01", "buffer.total_steps=6", name="grown")
+    with pytest.raises(RunFailed, match=r"different: buffer\.total_steps"):
+        jobs.finish(*words, "buffer.total_steps=3", name="grown")

@@ -1,7 +1,7 @@
 """The files of a job: where its configuration is, which stage is reached, whether it is finished.
 
-Invariant: a finished job is only taken for the wanted one when it was run with
-the wanted configuration.
+Invariant: a finished job is only taken for the wanted one when it was run with the wanted
+configuration; one that is given more steps is not finished.
 """
 
 from __future__ import annotations
@@ -13,10 +13,14 @@ from typing import Any
 
 from trinity_dask.config import Config, ConfigError, from_yaml
 from trinity_dask.config.job_dir import is_finished, stage_file
+from trinity_dask.files import write_json
 
 # may differ between two runs of the same job: where it runs, what it shows, where a stage
 # takes its start model from
 _FREE = ("cluster.", "monitor.", "continue_from_checkpoint", "rerun_finished", "model.model_path")
+
+# how much a stage does: with more of it a finished job goes on
+_AMOUNTS = ("buffer.total_steps", "buffer.total_epochs", "trainer.total_steps")
 
 
 def config_file(cfg: Config) -> Path:
@@ -33,6 +37,8 @@ def config_file(cfg: Config) -> Path:
 def finished_message(job_dir: str, stages: list[Config]) -> str | None:
     """What to tell the user when the job is finished already; None when it is not.
 
+    A job whose last stage is given more steps is marked as unfinished and goes on.
+
     Raises:
         ConfigError: it was finished with another configuration (names the keys).
     """
@@ -43,12 +49,21 @@ def finished_message(job_dir: str, stages: list[Config]) -> str | None:
     finished = is_finished(job_dir, len(stages), stage_file(first))
     if not first.continue_from_checkpoint or not finished:
         return None
-    changed = sorted({key for stage in stages for key in _changed(stage)})
-    if changed:
+    *changed, grown = [dict(_changed(stage)) for stage in stages]
+    is_more = [
+        key in _AMOUNTS and None not in pair and pair[0] < pair[1] for key, pair in grown.items()
+    ]
+    if grown and all(is_more) and not any(changed):
+        last = {"latest_stage": len(stages) - 1, "finished": False}
+        write_json(Path(job_dir) / stage_file(first), last)
+        return None
+    if grown or any(changed):
+        different = sorted({key for each in (*changed, grown) for key in each})
         raise ConfigError(
             f"{job_dir} is finished, with another configuration (different: "
-            f"{', '.join(changed[:8])}); give this one another name=, or "
-            f"continue_from_checkpoint=false to start it beside the old one"
+            f"{', '.join(different[:8])}); give this one another name=, or "
+            "continue_from_checkpoint=false to start it beside the old one. Only with more "
+            f"steps or epochs of its last stage ({', '.join(_AMOUNTS)}) it would go on"
         )
     return (
         f"{job_dir} is finished already; give another name, or continue_from_checkpoint=false, "
@@ -67,14 +82,15 @@ def _require_checkpoints(job_dir: str, stages: list[Config]) -> None:
         )
 
 
-def _changed(stage: Config) -> Iterator[str]:
+def _changed(stage: Config) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """The keys that a finished stage had otherwise: their values then and now."""
     saved = config_file(stage)
     if not saved.is_file():
         return
     before, now = (dict(_flat(asdict(c))) for c in (from_yaml(saved), stage))
     for key in before.keys() | now.keys():
         if before.get(key) != now.get(key) and not key.startswith(_FREE):
-            yield key
+            yield key, (before.get(key), now.get(key))
 
 
 def _flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
