@@ -2,8 +2,8 @@
 
 Every reply of ``tests/golden/answers.jsonl`` is judged by ``accuracy_reward`` and by plain
 math-verify (``verify(parse(truth), parse(reply))``, as its documentation shows; an error there is
-a wrong judgement). A call's time is by the clock; those that a helper process had a part in are
-listed on their own.
+a wrong judgement). A call's time is that of the processor, so that neighbours on the machine have
+no say; calls that a helper process had a part in are only counted.
 
     python benchmarks/rewards.py
 
@@ -40,7 +40,7 @@ def plain_math_verify(reply: str, truth: str) -> float:
 
 
 def judge(name: str, rows: list[dict], reward: Callable[[str, str], float]) -> dict[str, Any]:
-    """Judge every row; times in milliseconds, apart from those with a helper."""
+    """Judge every row; processor times in ms, of the calls without a helper."""
     helped: list[bool] = []
     in_process = rewards_math.call_in_process
 
@@ -53,9 +53,9 @@ def judge(name: str, rows: list[dict], reward: Callable[[str, str], float]) -> d
     try:
         for row in rows:
             helped.append(False)
-            started = time.perf_counter()
+            started = time.thread_time()
             given = reward(row["reply"], row["truth"])
-            times.append((time.perf_counter() - started) * 1e3)
+            times.append((time.thread_time() - started) * 1e3)
             if given != row["reward"]:
                 wrong.append(row["kind"])
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -49,6 +50,66 @@ def test_format_reward_takes_a_pattern_and_a_score():
     reward = REWARD_FUNCTIONS.get("format_reward")(pattern="^yes", score=0.5)
     assert reward(response="yes!") == {"format_score": 0.5}
     assert reward(response="no, yes") == {"format_score": -0.5}
+
+
+WELL_FORMED = "<think>1 and 1</think>\n<answer>2</answer>"
+
+
+@pytest.mark.parametrize(
+    ("response", "prompt", "fits"),
+    [
+        (WELL_FORMED, None, True),
+        (WELL_FORMED + " \n", "plain", True),
+        ("first " + WELL_FORMED, None, True),
+        (WELL_FORMED + " so", None, False),
+        ("1 and 1</think><answer>2</answer>", None, False),
+        ("1 and 1</think><answer>2</answer>", "Q<think>\n", True),
+        (WELL_FORMED, "Q<think>\n", True),
+        ("2", "Q<think>\n", False),
+        ("<answer>2</answer>", "Q<think>", False),
+        ("<think>a</think> so <answer>2</answer>", None, False),
+        ("<think>a</think><answer>2", None, False),
+        ("<answer>2</answer><think>a</think>", None, False),
+        ("<think>a</think><answer></think><answer>2</answer>", None, True),
+        ("", None, False),
+    ],
+)
+def test_the_form_of_a_response(response, prompt, fits):
+    reward = REWARD_FUNCTIONS.get("format_reward")()
+    assert (reward(response=response, prompt=prompt)["format_score"] > 0) is fits
+
+
+def test_a_pattern_of_ones_own_may_speak_of_the_tag_in_the_prompt_or_not():
+    reward = REWARD_FUNCTIONS.get("format_reward")
+    assert reward("^yes")(response="yes", prompt="<think>")["format_score"] > 0
+    assert reward("^<think>yes")(response="yes", prompt="<think>")["format_score"] > 0
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "<think>a</think> <answer>1</answer> ",
+        "<think>",
+        "</think>" + " " * 20,
+        "</think><answer>",
+        "<think></think>\n",
+    ],
+)
+def test_the_form_is_judged_in_linear_time(piece):
+    reward = REWARD_FUNCTIONS.get("format_reward")()
+    response = piece * (500_000 // len(piece)) + "and so"
+    started = time.thread_time()
+    assert reward(response=response)["format_score"] < 0
+    assert time.thread_time() - started < 0.5
+
+
+@pytest.mark.parametrize(
+    ("response", "accuracy"),
+    [("2 and 3 make 5", 0.0), ("so</think>5", 1.0), ("<think>5</think>6", 0.0), ("5</think>", 0.0)],
+)
+def test_a_response_to_a_prompt_that_opens_a_think_block_begins_inside_it(response, accuracy):
+    reward = REWARD_FUNCTIONS.get("accuracy_reward")()
+    assert reward(response, "5", prompt="2 + 3?<think>\n") == {"accuracy": accuracy}
 
 
 @pytest.mark.parametrize(

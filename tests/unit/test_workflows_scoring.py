@@ -9,7 +9,12 @@ import time
 import numpy as np
 import pytest
 
+from trinity_dask.demo.tokenizer import ascii_tokenizer
+from trinity_dask.experience import Experience
+from trinity_dask.rewards import REWARD_FUNCTIONS
+from trinity_dask.workflows import Task
 from trinity_dask.workflows.scoring import Reward, RewardError, score_all
+from trinity_dask.workflows.simple import SimpleWorkflow
 from trinity_dask.workflows.threads import run_in_thread
 
 
@@ -175,3 +180,46 @@ def test_an_exit_in_an_async_reward_costs_its_answer_and_not_the_worker():
     good, bad, last = asyncio.run(score_all(Reward("leaves", leaves, {}), facts))
     assert (good, last) == ({"reward": 1.0}, {"reward": 1.0})
     assert str(bad) == "user code raised SystemExit: 3"
+
+
+class Wrapper:
+    """The tokenizer of a model wrapper; nothing is sampled here."""
+
+    tokenizer = ascii_tokenizer()
+
+
+def sampled(text):
+    """An experience of an answer that ends in the end-of-sequence token."""
+    tokenizer = Wrapper.tokenizer
+    tokens = [*tokenizer.encode("Q", add_special_tokens=False)]
+    tokens += [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+    return Experience(
+        tokens=np.asarray(tokens, np.int32),
+        prompt_length=1,
+        logprobs=np.zeros(len(tokens) - 1, np.float32),
+        response_text=text,
+    )
+
+
+def asks_for_special_tokens(response, response_with_special_tokens):
+    return float(len(response_with_special_tokens) - len(response))
+
+
+def takes_everything(**facts):
+    return float("response_with_special_tokens" in facts)
+
+
+@pytest.mark.parametrize(
+    ("fn", "reward"),
+    [(asks_for_special_tokens, len(Wrapper.tokenizer.eos_token)), (takes_everything, 0)],
+)
+def test_special_tokens_reach_the_reward_that_asks_for_them_by_name(fn, reward):
+    REWARD_FUNCTIONS.register_module(fn.__name__, force=True)(fn)
+    task = Task(
+        workflow="simple_workflow",
+        raw_task={"prompt": "Q", "response": "7"},
+        reward_fn=fn.__name__,
+    )
+    workflow = SimpleWorkflow(task, Wrapper())
+    (parts,) = asyncio.run(workflow.score([sampled("7")]))
+    assert parts == {"reward": float(reward)}

@@ -11,6 +11,7 @@ from typing import Any, Optional
 
 from trinity_dask.rewards.answers.forms import Assigned, Many, Opaque, Text, read
 from trinity_dask.rewards.answers.notation import clean
+from trinity_dask.rewards.answers.units import parse_unit
 
 TAIL = 1500
 SENTENCES = 12
@@ -25,7 +26,7 @@ _FILLER = re.compile(
 )
 _COPULA = re.compile(
     r"(?<![A-Za-z])(?:is|are|was|were|be|equals?|gives?|get|gets|becomes?|makes?|costs?|takes?|"
-    r"needs?|earns?|has|have|had|=)(?![A-Za-z])|[:：是为=]",
+    r"needs?|earns?|has|have|had|=)(?![A-Za-z])|(?<!\d)[:：]|[:：](?!\d)|[是为=]",
     re.IGNORECASE,
 )
 _MATH = re.compile(
@@ -38,20 +39,22 @@ _NUMBER = re.compile(
     r"(?:\s*(?:%|\\%|[ap]\.?m\b\.?))?",
     re.IGNORECASE,
 )
+_PRAISE = re.compile(r"^(?:the\s+)?(?:correct|right|best)\b", re.IGNORECASE)
 _DENIED = re.compile(
     r"(?:\bnot|n't|\bnever)(?:\s+(?:be|equal|equal to|exactly))?\s*[\s$]$", re.IGNORECASE
 )
 _UNIT = re.compile(r"\s*(?:[A-Za-z°€%]+(?:\^\{?\d\}?|[²³])?)(?:\s*/\s*[A-Za-z]+)?")
 _CLAUSE_END = re.compile(
-    r"\s*(?:\b(?:because|since|as|which|where|when|after|for|by|so|not|and then|in order)\b|[;(]"
-    r"|,(?!\d)).*$",
+    r"\s*(?:\b(?:because|since|as|which|where|when|after|for|by|so|not|and then|in order)\b|;"
+    r"|(?<=\w )\("
+    r"|,\s*(?:but|and|not|because|since|as|so|which)\b).*$",
     re.DOTALL | re.IGNORECASE,
 )
 
 
 def is_words(text: str) -> bool:
-    """Whether it is no mathematics, but words."""
-    return isinstance(read(text), Text)
+    """Whether it is no mathematics, but words, or the letter of a choice."""
+    return isinstance(read(text), Text) or re.fullmatch(r"\(?[A-J]\)?\.?", text) is not None
 
 
 def candidates(text: str, wants_words: bool) -> list[str]:
@@ -69,7 +72,7 @@ def candidates(text: str, wants_words: bool) -> list[str]:
 def _plain(sentence: str) -> str:
     sentence = sentence.strip(" \t*_#>")
     for _ in range(4):
-        shorter = _FILLER.sub("", sentence).strip(" ,*_")
+        shorter = _FILLER.sub("", sentence).strip(" ,:*_")
         if shorter == sentence:
             break
         sentence = shorter
@@ -79,7 +82,10 @@ def _plain(sentence: str) -> str:
 def _words(sentence: str) -> Optional[str]:
     sentence = _plain(sentence)
     said = list(_COPULA.finditer(sentence))
+    said = [each for each in said if each[0] not in ":："] or said  # a colon only explains
     told = _plain(sentence[said[-1].end() :]) if said else sentence
+    if _PRAISE.match(told):
+        told = _plain(sentence[: said[-1].start()])
     return _CLAUSE_END.sub("", told) or None
 
 
@@ -118,6 +124,6 @@ def _last_group(sentence: str, found: list[re.Match[str]]) -> str:
         first -= 1
     group = [clean(each[0]).strip(" ,") for each in found[first:]]
     unit = _UNIT.match(sentence, found[-1].end())
-    if len(group) == 1 and unit and _is_mathematics(group[0] + unit[0]):
+    if len(group) == 1 and unit and parse_unit(clean(unit[0])) is not None:
         return group[0] + unit[0]
     return ", ".join(group)

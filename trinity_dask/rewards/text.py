@@ -17,14 +17,16 @@ MOST_BOXES = 50  # that are one answer
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _ANSWER_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 _THOUGHT = re.compile(
-    r"<(/?)(?:think|thinking|thought|reasoning|analysis|scratchpad)>|\[(/?)THINK\]", re.IGNORECASE
+    r"<(/?)(?:think|thinking|thought|reasoning|analysis|scratchpad)>|\[(/?)THINK\]"
+    r"|<\|(?:begin|(end))_of_thought\|>",
+    re.IGNORECASE,
 )
 _OPENED = re.compile(r"(?:<(?:think|thinking|thought|reasoning)>|\[THINK\])\s*$", re.IGNORECASE)
 _SPECIAL = re.compile(r"<\|[^|<>]{1,40}\|>|</s>|<eos>|<end_of_turn>|<pad>")
 _BRACE = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{|\\[{}\\]|[{}]")
 _BARE_BOX = re.compile(r"\\boxed\s*(?![\s{])((?:\\[A-Za-z]+)?[^\s$\\.,]*)")
 _GAP = re.compile(
-    r"(?:[\s$,;&、，；]|\\[()\[\],;:! ]|\\q?quad(?![A-Za-z])"
+    r"(?:[\s$,;&、，；]|\([a-z\d]\)|\\[()\[\],;:! ]|\\q?quad(?![A-Za-z])"
     r"|\\(?:text|mathrm)\s*\{\s*,?\s*(?:and|or)\s*,?\s*\}"
     r"|(?<![A-Za-z])(?:and|or)(?![A-Za-z])|[和或与]|\*\*)*"
     r"(?P<label>\\?[A-Za-z]+(?:_\{?\w{1,9}\}?)?\s*=\s*)?[\s$]*"
@@ -75,7 +77,7 @@ def without_thoughts(response: str, prompt: Any = None) -> str:
     kept: list[str] = []
     inside, start = opens_thought(prompt), 0
     for tag in _THOUGHT.finditer(response):
-        if tag[1] or tag[2]:
+        if any(tag.groups()):
             if not inside:
                 kept = []  # the prompt opened the block that ends here
             inside = False
@@ -111,11 +113,11 @@ def final_answer(response: str, prompt: Any = None, cut_off: bool = False) -> Op
     text = text[-TAIL:]
     hashes = list(_HASHES.finditer(text))
     if hashes and (not text[hashes[-1].end() :].strip() or re.match(r"[-$]?\d", hashes[-1][1])):
-        return _found(hashes[-1][1], exact=True)
+        return _found(hashes[-1][1], exact=False)
     said = list(_SAYS.finditer(text))
     if said:
         rest = text[said[-1].end() :].strip(" \t\n*_")
-        rest = rest.partition("\n")[0]
+        rest = re.sub(r"\*\*(?!\s*[\w(\\])", "", rest.partition("\n")[0])
         if rest:
             return None if cut_off and not opening else _found(rest, exact=False)
     return None if cut_off and not opening else _found(text, exact=False)

@@ -32,7 +32,7 @@ from trinity_dask.rewards.answers.forms import (
 )
 from trinity_dask.rewards.answers.grammar import Node
 from trinity_dask.rewards.answers.notation import clean
-from trinity_dask.rewards.answers.units import DEGREE, PERCENT, Unit
+from trinity_dask.rewards.answers.units import DEGREE, DOZEN, PERCENT, Unit
 
 MAX_TEXT = 20_000  # of what is compared as text alone
 MAX_PAIRS = 400
@@ -44,7 +44,8 @@ _APPROXIMATE = re.compile(
 _ROUNDED = re.compile(r"\(?\b(?:rounded|to the nearest|to \w+ decimal).*$", re.IGNORECASE)
 _DECIMAL_COMMA = re.compile(r"^(-?\d+),(\d+)$")
 _CHOICE = re.compile(
-    r"^(?:(?:option|choice|answer)\s*:?\s*)?(?:\(\s*(?P<both>[A-Za-z])\s*\)|\[(?P<box>[A-J])\]"
+    r"^(?:(?i:option|choice|answer|i choose|i pick|i select|选择|我选|选)\s*:?\s*)?"
+    r"(?:\(\s*(?P<both>[A-Za-z])\s*\)|\[(?P<box>[A-J])\]"
     r"|(?P<half>[A-Za-z])\s*\)|(?P<bare>[A-Z]))"
     r"(?P<rest>\s*[.:,)-].*|\s+.*)?$",
     re.DOTALL,
@@ -138,7 +139,8 @@ def _is_choice(found: re.Match[str]) -> bool:
     rest = found["rest"] or ""
     if _ANOTHER.match(rest):
         return False  # several letters
-    if _letter(found) > "J" or (found["bare"] and rest[:1].isspace() and rest.strip()):
+    words = rest[:1].isspace() and rest.strip()[:1] not in tuple(".:,)-")
+    if _letter(found) > "J" or (found["bare"] and words):
         because = rest.strip().lower().startswith(("because", "since", "as ", "is correct"))
         return because and _letter(found) <= "J"
     return bool(found["both"] or found["box"] or found["half"] or "A" <= found["bare"] <= "J")
@@ -255,9 +257,10 @@ def _factors(found: Optional[Unit], wanted: Optional[Unit]) -> list[tuple[Node, 
         dollars = names <= {"yen", "jpy"} or names <= {"yen", "cny"}
         return [(one, one)] if alike or dollars or not found.bases or not wanted.bases else []
     ways = [(one, one)]
+    twelve: Node = ("num", Fraction(12))
     hundredth: Node = ("num", Fraction(1, 100))
     radians: Node = ("*", ("const", "pi"), ("num", Fraction(1, 180)))
-    for unit, factor in ((PERCENT, hundredth), (DEGREE, radians)):
+    for unit, factor in ((PERCENT, hundredth), (DEGREE, radians), (DOZEN, twelve)):
         if found == unit:
             ways.append((factor, one))
         if wanted == unit:
@@ -303,7 +306,10 @@ def _values_of(many: Many) -> Sequence[Form]:
 
 def _as_many(form: Form) -> Many:
     if isinstance(form, Many):
-        return form
+        signed = [isinstance(item, Value) and len(item.nodes) > 1 for item in form.items]
+        if form.kind != "tuple" or not any(signed):
+            return form
+        return Many("bare", tuple(_with_sign(form, index) for index in range(2)))
     if isinstance(form, Value):
         return Many("set", tuple(Value((node,), form.unit) for node in form.nodes))
     if isinstance(form, Matrix):
@@ -311,6 +317,17 @@ def _as_many(form: Form) -> Many:
         flat = len(form.rows) == 1 or all(len(row) == 1 for row in form.rows)
         return Many("tuple", tuple(line) if flat else form.rows)
     return Many("bare", (form,))
+
+
+def _with_sign(many: Many, index: int) -> Many:
+    r"""``(1, \pm 2)`` with one of its signs."""
+    items = [
+        Value((item.nodes[index],), item.unit)
+        if isinstance(item, Value) and len(item.nodes) > 1
+        else item
+        for item in many.items
+    ]
+    return Many(many.kind, tuple(items))
 
 
 def _distinct(items: Sequence[Form]) -> list[Form]:

@@ -130,11 +130,16 @@ def _real_root(value: float, degree: float = 2.0) -> float:
     return math.sqrt(value) if degree == 2 else _real_power(value, 1 / degree)
 
 
+def _real_binomial(n: float, k: float) -> float:
+    return math.gamma(n + 1) / math.gamma(k + 1) / math.gamma(n - k + 1)
+
+
 _REAL: dict[str, Callable[..., Any]] = {
     **{name: getattr(math, name) for name in ("sin", "cos", "tan", "sinh", "cosh", "tanh", "exp")},
     "arcsin": math.asin, "arccos": math.acos, "arctan": math.atan,
     "ln": math.log, "log": math.log, "lg": math.log10, "abs": abs,
     "sqrt": _real_root, "cbrt": lambda x: _real_root(x, 3.0), "max": max, "min": min,
+    "binom": _real_binomial,
     "floor": math.floor, "ceil": math.ceil,
 }  # fmt: skip
 _COMPLEX: dict[str, Callable[..., Any]] = {

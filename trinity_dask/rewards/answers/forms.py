@@ -114,12 +114,16 @@ _NAMED: dict[str, Form] = {
     "\\emptyset": EMPTY, "empty set": EMPTY, "the empty set": EMPTY, "no solution": EMPTY,
     "no solutions": EMPTY, "no real solution": EMPTY, "no real solutions": EMPTY,
     "\\mathbb{R}": _REALS, "all real numbers": _REALS, "all reals": _REALS,
-    "infinity": Value((_INFINITE,)), "inf": Value((_INFINITE,)),
+    "infinite": Value((_INFINITE,)), "infinity": Value((_INFINITE,)),
+    "positive infinity": Value((_INFINITE,)), "inf": Value((_INFINITE,)),
     "-infinity": Value((("neg", _INFINITE),)), "negative infinity": Value((("neg", _INFINITE),)),
 }  # fmt: skip
 _SYMBOL = r"(?:[A-Za-z]|\\(?!in|cup|leq|geq|neq|pm)[A-Za-z]+)(?:_\{?\w{1,10}\}?)?'?"
-_LABEL = re.compile(rf"^(?:{_SYMBOL}(?:\s*\(\s*{_SYMBOL}(?:\s*,\s*{_SYMBOL})*\s*\))?)$")
+_LABEL = re.compile(
+    rf"^(?:[A-Z]{{2,4}}|m?\s*\\angle\s*[A-Z]{{1,3}}|(?:\\frac\s*)?\{{?d[a-z]\}}?/?\{{?d[a-z]\}}?|{_SYMBOL}(?:\s*\(\s*{_SYMBOL}(?:\s*,\s*{_SYMBOL})*\s*\))?)$"
+)
 _POINT_LABEL = re.compile(rf"^\(\s*{_SYMBOL}(?:\s*,\s*{_SYMBOL})*\s*\)$")
+_POINT_NAME = re.compile(r"^[A-Z]\s*(?=\([^()]*,[^()]*\)$)")
 _WORDS_LABEL = re.compile(r"^[A-Za-z][A-Za-z' ()-]{2,60}$")
 _MEMBER = re.compile(rf"^({_SYMBOL})\s*\\in(?![A-Za-z])\s*(.+)$")
 _SIGNS = re.compile(r"\\leq|\\geq|\\neq|[<>=]")
@@ -132,11 +136,13 @@ _IN_BASE = re.compile(r"^(\d+)_(?:\{\s*(\w+)\s*\}|(\d))$")
 _CURRENCY = re.compile(
     r"^(-?)\s*((?:US|A|C|HK)?[$€£¥₹₩]|(?:USD|EUR|GBP|RMB|CNY|JPY|INR|KRW|Rs)\.?(?![A-Za-z]))\s*(?=[-\d.(\\])"
 )
-_NOUN = re.compile(r"^(?:[A-Za-z][A-Za-z']+|of|a)(?:[ /-]+(?:[A-Za-z][A-Za-z']+|a))*\.?$")
+_NOUN = re.compile(r"^(?:[A-Za-z][A-Za-z']{2,}|of|a)(?:[ /-]+(?:[A-Za-z][A-Za-z']+|a))*\.?$")
 _HAN_NOUN = re.compile(r"^[\u4e00-\u9fff]+$")
 _NO_NOUNS = "and or to than not is are for times plus minus over mod if else where"
 _NO_NOUN = frozenset(_NO_NOUNS.split())
 _MEASURES = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*(?:,\s*|\band\s+)?")
+_WORD = re.compile(r"\b[^\W\d_]{3}")
+_LETTERS = re.compile(r"^[^\d+*/^=<>_|]*[^\W\d_]{2}[^\d+*/^=<>_|]*$")
 _ANGLE_OF = re.compile(r"sin|cos|tan|cot|sec|csc")
 _CONNECTIVE = re.compile(r"(?:,\s*)?(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|[,;]")
 
@@ -149,11 +155,14 @@ def read(text: str, loose: bool = False) -> Form:
 
 def text_key(text: str) -> str:
     """Equal for equal words: in any case and spacing, without an article or a full stop."""
-    text = re.sub(r"^(?:the|an|a)\s+(?=\w)", "", text.strip(" ,;:?\"'"), flags=re.IGNORECASE)
+    text = re.sub(r"^(?:the|an|a)\s+(?=\w)", "", text.strip(" ,;:?"), flags=re.IGNORECASE)
     text = " ".join(text.split())
-    words = re.search(r"[^\W\d_]{2}", text) and "\\" not in text
-    # symbols keep their case, .5 its point and 5! its mark
-    return text.strip(" .!").casefold() if words else re.sub(r"\s+|\.$", "", text)
+    if text.casefold() == "does not exist":
+        return "dne"
+    if "\\" not in text and (_WORD.search(text) or _LETTERS.search(text)):
+        return text.strip(" .!").casefold()
+    # symbols keep their case, .5 its point, 5! its mark and 1 2 its space
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)|\.$", "", text)
 
 
 def split_top(text: str, separator: re.Pattern[str]) -> list[str]:
@@ -252,8 +261,10 @@ class _Reader:
             r",|\band\b|\bor\b", text
         ):
             return None
-        if all(isinstance(form, Region) for form in forms) and "and" not in text:
-            return Region(tuple(part for form in forms for part in form.parts), forms[0].of)
+        if all(isinstance(form, Region) for form in forms):
+            return _overlap(forms) or Region(
+                tuple(part for form in forms for part in form.parts), forms[0].of
+            )
         names = [form.name if isinstance(form, Assigned) else "" for form in forms]
         if names[0] and len(set(filter(None, names))) == 1:
             forms = [form.form if isinstance(form, Assigned) else form for form in forms]
@@ -290,6 +301,8 @@ class _Reader:
         if _LABEL.match(last) and len(pieces) == 2:
             return Assigned(_name(last), self.read(first, level + 1))
         left, right = parsed(first), parsed(last)
+        if re.fullmatch("[a-z]{3}", first) and not _is_product(first):
+            left = None  # "sum = 12", "age = 12"
         if left is not None and expression.variables(left) and len(pieces) == 2:
             return None if right is None else Relation("=", left, right)
         if left is not None and not expression.variables(left):
@@ -326,11 +339,15 @@ class _Reader:
 
     def _bracketed(self, text: str, level: int) -> Form:
         kind = "set"
+        text = _POINT_NAME.sub("", text)
         if text.startswith("\\{") and text.endswith("\\}"):
             inside = text[2:-2]
             if not _balanced(inside):
                 return None
-            rule = re.match(rf"^\s*{_SYMBOL}\s*(?:\\mid|\\vert|\||:)\s*(.+)$", inside)
+            rule = re.match(
+                rf"^\s*{_SYMBOL}\s*(?:\\in(?![a-z])[^:|]{{1,30}})?(?:\\mid|\\vert|\||:)\s*(.+)$",
+                inside,
+            )
             if rule is not None:
                 return self.read(rule[1], level + 1)
         elif text[:1] in ("(", "[", "{") and text.endswith(_CLOSED_BY[text[0]]) and _enclosed(text):
@@ -400,7 +417,8 @@ class _Reader:
             return None  # a list, or a decimal comma
         for value, tail in self._cuts(text):
             found = parse_unit(tail)
-            if found is None and not self._counts(tail):
+            apart = len(value) < len(text) - len(tail)
+            if found is None and not (self._counts(tail) and (apart or not tail.isascii())):
                 continue
             nodes = _nodes(value)
             may_vary = found is not None and len(tail) > 1
@@ -466,7 +484,7 @@ def _is_mathematical(text: str) -> bool:
     """Whether a computer algebra system might make something of it."""
     if not _balanced(text) or not re.search(r"\\[A-Za-z]", text):
         return False
-    words = re.findall(r"(?<!\\)\b[A-Za-z]{4,}", text)
+    words = re.findall(r"(?<!\\)\b(?:[A-Za-z]{4,}|[A-Z]{2,})", text)
     known = ("frac", "sqrt", "begin", "matrix", "pmatrix", "bmatrix", "cases", "array", "text")
     return not [word for word in words if word not in known]
 
@@ -503,12 +521,45 @@ def _inequality(nodes: list[Node], signs: list[str]) -> Form:
     (left, right), sign = nodes, signs[0]
     if right[0] == "var" and not expression.variables(left):
         left, right, sign = right, left, _FLIPPED[sign]
+    if left[0] == "fn" and left[1] == "abs" and not expression.variables(right):
+        return _distance(left[2], sign, right) or Relation(sign, left, right)
     if left[0] != "var" or expression.variables(right):
         return Relation(sign, left, right)
     below = Interval(("neg", _INFINITE), right, False, sign == "\\leq")
     above = Interval(right, _INFINITE, sign == "\\geq", False)
     parts = {"<": (below,), "\\leq": (below,), ">": (above,), "\\geq": (above,)}
     return Region(parts.get(sign, (below, above)), left[1])
+
+
+def _distance(inside: Node, sign: str, radius: Node) -> Optional[Region]:
+    """``|x - a| < b``"""
+    terms = inside[1:] if inside[0] == "+" else (inside,)
+    if terms[0][0] != "var" or any(map(expression.variables, terms[1:])) or sign in "=\\neq":
+        return None
+    center: Node = ("neg", ("+", *terms[1:], ("num", Fraction(0))))
+    low, high = ("+", center, ("neg", radius)), ("+", center, radius)
+    closed = sign in ("\\leq", "\\geq")
+    if sign in ("<", "\\leq"):
+        return Region((Interval(low, high, closed, closed),), terms[0][1])
+    below = Interval(("neg", _INFINITE), low, False, closed)
+    return Region((below, Interval(high, _INFINITE, closed, False)), terms[0][1])
+
+
+def _overlap(forms: list[Region]) -> Optional[Region]:
+    """``x > 1, x < 3`` is what both allow, because either would be everything."""
+    if len(forms) != 2 or any(len(form.parts) != 1 for form in forms):
+        return None
+    one, two = forms[0].parts[0], forms[1].parts[0]
+    if not isinstance(one, Interval) or not isinstance(two, Interval):
+        return None
+    if two.high == _INFINITE:
+        one, two = two, one
+    if one.high != _INFINITE or two.low != ("neg", _INFINITE):
+        return None
+    low, high = expression.number(one.low), expression.number(two.high)
+    if low is None or high is None or low >= high:
+        return None
+    return Region((Interval(one.low, two.high, one.has_low, two.has_high),), forms[0].of)
 
 
 def _reals_without(form: Form) -> Form:

@@ -50,6 +50,9 @@ _LETTER_NAMES = (
     "hbar"
 )
 _GREEK = frozenset(_LETTER_NAMES.split())
+_WORDS = frozenset(
+    {"and", "or", "to", "not", "is", "are", "for", "of", "the", "if", "it", "we", "no"}
+)
 _TIMES = {"*", "times", "cdot", "ast"}
 _OVER = {"/", "div"}
 _CLOSING = {"(": ")", "[": "]", "{": "}", "\\{": "\\}"}
@@ -119,7 +122,7 @@ class _Parser:
         name = _ALIASES.get(word, word)
         if name in NAMES:
             self.token = ("command", name)
-        elif len(word) <= 3:
+        elif len(word) <= 3 and word not in _WORDS:
             self._pending = [("letter", letter) for letter in word]
             self._advance()
         else:

@@ -64,6 +64,10 @@ _SYNONYMS = (
     (re.compile(r"\\lt(?![A-Za-z])|&lt;"), "<"),
     (re.compile(r"\\gt(?![A-Za-z])|&gt;"), ">"),
     (re.compile(r"\\(?:varnothing|O)(?![A-Za-z])|\\\{\s*\\\}"), r"\\emptyset "),
+    (re.compile(r"\{([^{}]{1,30})\\over(?![A-Za-z])([^{}]{1,30})\}"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\{([^{}]{1,30})\\choose(?![A-Za-z])([^{}]{1,30})\}"), r"\\binom{\1}{\2}"),
+    (re.compile(r"\\cr(?![A-Za-z])"), r"\\\\"),
+    (re.compile(r"\\(?:sfrac|nicefrac)(?![A-Za-z])"), r"\\frac"),
     (re.compile(r"\\(?:lbrace)(?![A-Za-z])"), r"\\{"),
     (re.compile(r"\\(?:rbrace)(?![A-Za-z])"), r"\\}"),
     (re.compile(r"\\langle(?![A-Za-z])"), "("),
@@ -74,10 +78,14 @@ _SYNONYMS = (
     (re.compile(r"\\bigcup(?![A-Za-z])"), r"\\cup "),
     (re.compile(r"\\euro(?:\{\})?(?![A-Za-z])"), "€"),
     (re.compile(r"\\pounds(?![A-Za-z])"), "£"),
-    (re.compile(r"\\(?:N|Bbb|mathbb)\s*\{?\s*R\s*\}?"), r"\\mathbb{R}"),
+    (
+        re.compile(r"\\(?:Bbb|mathbb)\s*\{?\s*R\s*\}?|\\(?:R|Reals|reals)(?![A-Za-z])"),
+        r"\\mathbb{R}",
+    ),
 )
 _BOLD = re.compile(r"(?<![\w)])\*\*(\S(?:[^*]*\S)?)\*\*(?![\w(])")
-_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
+_EUROPEAN = re.compile(r"(?<![\d.,])\d{1,3}(?:\.\d{3})+,\d+(?![\d.,])")
 _SPACED_THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?: \d{3})+(?![\d,]| \d)")
 
 _HAN_DIGITS = ["零〇", "一壹", "二两贰", "三叁", "四肆", "五伍", "六陆", "七柒", "八捌", "九玖"]
@@ -115,11 +123,12 @@ def clean(text: str) -> str:
             break
     text = _LINE_OVER.sub(r"\1", text)
     text = _SPACE.sub(" ", text).replace("\\%", "%").replace("\\#", "#").replace("\\&", "&")
-    return " ".join(text.split())
+    return " ".join(re.sub(r"(?<!\\)\\$", "", text.strip()).split())
 
 
 def joined_thousands(text: str) -> str:
-    """``1,234`` as ``1234`` (and ``1 234``)."""
+    """``1,234.5``, ``1 234.5`` and ``1.234,5`` as ``1234.5``."""
+    text = _EUROPEAN.sub(lambda found: found[0].replace(".", "").replace(",", "."), text)
     text = _THOUSANDS.sub(lambda found: found[0].replace(",", ""), text)
     return _SPACED_THOUSANDS.sub(lambda found: found[0].replace(" ", ""), text)
 
@@ -145,6 +154,7 @@ def _han_numerals(text: str) -> str:
     text = re.sub(rf"负(?=[{_HAN}\d])", "-", text)
     text = re.sub(rf"(?<=\.)[{_HAN}]+", lambda run: _digit_by_digit(run[0]) or run[0], text)
     text = _HAN_RUN.sub(lambda run: _han_number(run[0]) or run[0], text)
+    text = re.sub(r"(\d+)又(\d+)分之(\d+)", r"\1 \3/\2", text)
     text = _HAN_FRACTION.sub(
         lambda found: f"{found[2]}%" if found[1] == "100" else f"{found[2]}/{found[1]}", text
     )
@@ -178,6 +188,8 @@ def _han_number(run: str) -> Optional[str]:
             total = (total + section + digit) * _LARGE[character]
             section = digit = 0
     value = total + section + digit
+    if run == "千":  # of a unit: 5千克
+        return None
     return str(value) if value or run[0] in _DIGITS else None
 
 
@@ -197,6 +209,10 @@ _PARTS = {
 _NUMBER_AND_SCALE = re.compile(
     r"(?<![\d.,])(\d[\d.,]*)\s*(hundred|thousand|million|billion|trillion)\b", re.IGNORECASE
 )
+_ONE_PART = re.compile(
+    r"^(?:an?|one)[ -](half|third|quarter|fourth|fifth|sixth|eighth|tenth)\b", re.I
+)
+_AND_HALF = re.compile(r"^\s+and\s+(?:a|one)\s+half\b", re.IGNORECASE)
 _MINUS_WORD = re.compile(r"^(?:minus|negative)\s+", re.IGNORECASE)
 
 
@@ -207,6 +223,8 @@ def spelled_numbers(text: str) -> str:
     )
     if not text[:1].isalpha():
         return text
+    text = re.sub(r"^an?\s+(?=dozen\b)", "1 ", text, flags=re.IGNORECASE)
+    text = _ONE_PART.sub(lambda part: f"1/{_PARTS[part[1].lower()]}", text)
     minus = _MINUS_WORD.match(text)
     rest = text[minus.end() :] if minus else text
     words = re.findall(r"[A-Za-z]+|[^A-Za-z\s-]+", rest)
@@ -223,13 +241,16 @@ def spelled_numbers(text: str) -> str:
             break
         used = index + 1
     if not used:
-        return ("-" if minus and rest[:1].isdigit() else "") + rest if minus else text
+        return "-" + rest if minus and rest[:1].isdigit() else text
     value = str(total + section)
     if used < len(words) and words[used].lower() in _PARTS:
         value, used = f"{value}/{_PARTS[words[used].lower()]}", used + 1
     tail = rest
     for word in words[:used]:
         tail = tail[tail.index(word) + len(word) :]
+    and_half = _AND_HALF.match(tail)
+    if and_half:
+        value, tail = f"{value}.5", tail[and_half.end() :]
     return f"{'-' if minus else ''}{value} {tail.lstrip(' -')}".strip()
 
 

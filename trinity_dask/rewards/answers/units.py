@@ -24,6 +24,7 @@ class Unit:
 
 
 PERCENT = Unit(_F(1, 100), (("percent", 1),))
+DOZEN = Unit(_F(12), (("dozen", 1),))
 DEGREE = Unit(_F(1), (("degree", 1),))
 
 # base unit: {names: how many of it}
@@ -62,7 +63,7 @@ _TABLE: Mapping[str, Mapping[str, Fraction]] = {
     "W": {"W watt": _F(1), "kW kilowatt": _F(1000), "MW megawatt": _F(10**6)},
     "Pa": {"Pa pascal": _F(1), "kPa": _F(1000)}, "V": {"V volt": _F(1)}, "A": {"A amp": _F(1)},
     "Hz": {"Hz hertz": _F(1), "kHz": _F(1000), "MHz": _F(10**6)}, "mol": {"mol mole": _F(1)},
-    "bit": {"bit": _F(1)},
+    "bit": {"bit": _F(1)}, "dozen": {"dozen": _F(12)},
     "byte": {"byte B": _F(1), "KB kB": _F(1000), "MB": _F(10**6), "GB": _F(10**9)},
 }  # fmt: skip
 _UNITS: dict[str, Unit] = {
@@ -89,14 +90,14 @@ _POWERS = {
 _TOKEN = re.compile(
     r"\s*(?:(?P<name>\\degree\s*[CF](?![A-Za-z])|\\degree|[A-Za-z]+\$?|[%$€£¥₹₩¢]"
     r"|[\u4e00-\u9fff]+)\.?"
-    r"|(?P<power>\^\s*\{?\s*-?\d\s*\}?)|(?P<over>/)|(?P<times>\\cdot|\*|-))"
+    r"|(?P<power>\^\s*\{?\s*-?\d\s*\}?|(?<=[a-z])[23](?!\d))|(?P<over>/)|(?P<times>\\cdot|\*|-))"
 )
 
 
 def lookup(name: str) -> Optional[Unit]:
     """The unit of that name, singular or plural, in any case that is not ambiguous."""
     name = re.sub(r"\\degree\s*(?=[CF])", r"\\degree.", name)
-    for form in (name, name.lower() if len(name) > 2 else name):
+    for form in (name, name.lower() if len(name) > 1 else name):
         if form in _UNITS:
             return _UNITS[form]
         if len(form) > 2 and form.endswith("s") and form[:-1] in _UNITS:
