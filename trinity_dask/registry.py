@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any, Generic, Optional, TypeVar, overload
 
 T = TypeVar("T")
@@ -93,21 +93,18 @@ class Registry(Generic[T]):
             return functools.partial(self.register_module, name, force=force)
         module = sys.modules.get(getattr(cls, "__module__", None) or "")
         known = self._items.get(name, self._defaults.get(name))
-        if not (known is None or force or known is cls or self._replaces(name, cls, module)):
+        # what a registered definition has become in a new execution of its file
+        old, origin = self._items.get(name), getattr(cls, "__module__", None)
+        named = getattr(old, "__qualname__", None) == getattr(cls, "__qualname__", "")
+        again = origin is not None and getattr(old, "__module__", None) == origin
+        again &= named or (module is not None and self._modules.get(name) is not module)
+        if not (known is None or force or known is cls or again):
             raise ValueError(
                 f"{self.kind} {name!r} is already registered ({known}); choose another name or "
                 "pass force=True"
             )
         self._items[name], self._modules[name] = cls, module
         return cls
-
-    def _replaces(self, name: str, new: Any, module: Optional[ModuleType]) -> bool:
-        """Whether ``new`` is what a registered definition has become in a new execution."""
-        old, origin = self._items.get(name), getattr(new, "__module__", None)
-        if origin is None or getattr(old, "__module__", None) != origin:
-            return False
-        same_name = getattr(old, "__qualname__", None) == getattr(new, "__qualname__", "")
-        return same_name or (module is not None and self._modules[name] is not module)
 
 
 def load_object(name: str) -> Any:
@@ -182,10 +179,6 @@ class _Loaded:
     stamp: tuple[int, int]
     neighbours: dict[str, ModuleType]
 
-    def is_current(self, path: str) -> bool:
-        same = all(p in _loaded and _loaded[p].module is m for p, m in self.neighbours.items())
-        return same and self.stamp == _stamp(path)
-
 
 _lock = threading.Lock()  # of _loaded; never held while code of a user's is executed
 _loaded: dict[str, _Loaded] = {}  # by path
@@ -204,7 +197,9 @@ def _load_file(path: str, what: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except Exception as error:  # any error of user code at import is the same fault: not loadable
-        raise LoadError(f"{what}: importing {path} failed: {_short(error)}") from error
+        raise LoadError(
+            f"{what}: importing {path} failed: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _import(module_name: str, name: str) -> ModuleType:
@@ -213,13 +208,11 @@ def _import(module_name: str, name: str) -> ModuleType:
         with _searching(os.getcwd(), module_name.partition(".")[0]):
             module = importlib.import_module(module_name)
     except Exception as error:
-        raise LoadError(f"{name!r}: importing {module_name} failed: {_short(error)}") from error
+        raise LoadError(
+            f"{name!r}: importing {module_name} failed: {type(error).__name__}: {error}"
+        ) from error
     path = getattr(module, "__file__", None)
     return _load_file(path, repr(name)) if path in _loaded else module
-
-
-def _short(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _module_name(path: str) -> str:
@@ -242,7 +235,9 @@ def _forget_if_edited(path: str, seen: set[str]) -> None:
     seen.add(path)
     for neighbour in loaded.neighbours:
         _forget_if_edited(neighbour, seen)
-    if not loaded.is_current(path):
+    near = loaded.neighbours.items()
+    same = all(p in _loaded and _loaded[p].module is m for p, m in near)
+    if not same or loaded.stamp != _stamp(path):
         del _loaded[path]
         for name in [n for n, module in list(sys.modules.items()) if module is loaded.module]:
             del sys.modules[name]
@@ -301,10 +296,6 @@ class _UserCode(importlib.abc.MetaPathFinder):
 class _File(importlib.machinery.SourceFileLoader):
     """Executes a user's file and notes its content and its neighbours."""
 
-    def get_code(self, fullname: str) -> Optional[CodeType]:
-        # no bytecode file: it is told from an edited source by whole seconds only
-        return self.source_to_code(self.get_data(self.path), self.path)
-
     def exec_module(self, module: ModuleType) -> None:
         path, directory = self.path, os.path.dirname(self.path)
         stamp = _stamp(path)
@@ -312,8 +303,8 @@ class _File(importlib.machinery.SourceFileLoader):
         _directories.pop(directory, None)
         _directories[directory] = None
         with _searching(directory):
-            code = self.get_code(self.name)
-            assert code is not None
+            # no bytecode file: it is told from an edited source by whole seconds only
+            code = self.source_to_code(self.get_data(path), path)
             exec(code, vars(module))
             used = [sys.modules[n] for n in code.co_names if _neighbours.get(n) == directory]
         with _lock:

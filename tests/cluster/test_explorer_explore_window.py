@@ -203,7 +203,7 @@ def test_abort_can_keep_what_was_finished(address: str, tmp_path: Path) -> None:
         kept = await parts.coordinator.abort_batch(1, "a test", keep_partial_results=True)
         assert kept is not None
         assert (kept.counts.succeeded, kept.counts.cancelled) == (4, 4)
-        metrics = parts.coordinator.processing.process(kept.payloads)[1]
+        metrics = parts.coordinator.pipeline.process(kept.payloads)[1]
         assert metrics["experience_pipeline/experience_count"] == 4.0
         assert await parts.coordinator.abort_batch(1, "again") is None
         with pytest.raises(KeyError):

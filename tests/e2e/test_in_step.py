@@ -13,7 +13,7 @@ from small_jobs import STEPS, SmallJobs
 
 from trinity_dask import Config
 from trinity_dask.buffer.store.experience_store import ExperienceStore
-from trinity_dask.explorer.coordinator import Processing
+from trinity_dask.explorer.coordinator import ExperiencePipeline
 from trinity_dask.explorer.rollout.subtask import RunnerSettings
 from trinity_dask.explorer.rollout.workflow_runner import WorkflowRunner
 from trinity_dask.explorer.task_stream import TasksetReader
@@ -44,7 +44,7 @@ class Loop:
         self.settings = RunnerSettings.from_config(cfg)
         self.tokenizer = load_tokenizer(cfg.model.model_path)
         self.runner = WorkflowRunner(self.model)
-        self.processing = Processing(cfg)
+        self.pipeline = ExperiencePipeline.from_config(cfg)
         self.rank = TrainerRank(cfg, 0, 1)
         self.store = ExperienceStore(f"{directory}/rows-{cfg.name}")
         self.losses: list[float] = []
@@ -70,7 +70,7 @@ class Loop:
         for number, task in enumerate(tasks):
             task.batch_id, task.task_id = step, number
             payloads.append((await self.runner.run_task(task, step, task.repeat_times))[1])
-        return self.processing.process(payloads)[0]
+        return self.pipeline.process(payloads)[0]
 
     async def train(self, step: int, table: pa.Table) -> None:
         refs = (self.store.commit(step, table, {}).ref(),)

@@ -23,7 +23,7 @@ from trinity_dask.algorithm.rollout_correction import (
     RolloutCorrection,
 )
 from trinity_dask.config import algorithms
-from trinity_dask.config.derive import resolve_config
+from trinity_dask.config.compose import resolve_config
 from trinity_dask.config.fields import choices_of
 from trinity_dask.config.schema import AlgorithmConfig, Config, RolloutCorrectionConfig
 from trinity_dask.registry import Registry, load_object

@@ -8,10 +8,10 @@ import pytest
 
 from trinity_dask.algorithm.advantages import ADVANTAGES
 from trinity_dask.buffer.operators.operators import OPERATORS
-from trinity_dask.buffer.operators.pipeline import ExperiencePipeline
 from trinity_dask.config.schema import OperatorConfig
 from trinity_dask.experience import EID, RESPONSE_TRUNCATED, Experience
-from trinity_dask.experience.schema import from_table, to_table
+from trinity_dask.experience.schema import encode, from_table
+from trinity_dask.explorer.coordinator import ExperiencePipeline
 
 
 def group(task: int, rewards: Sequence[float | None]) -> list[Experience]:
@@ -56,7 +56,7 @@ def test_mask_response_truncated() -> None:
 
 
 def test_pipeline_runs_operators_then_advantages() -> None:
-    tables = [to_table(group(0, [0.0, 1.0])), to_table(group(1, [1.0, None])), to_table([])]
+    tables = [encode(group(0, [0.0, 1.0]), {}), encode(group(1, [1.0, None]), {}), encode([], {})]
     pipeline = ExperiencePipeline(
         [
             OperatorConfig("invalid_reward_filter"),
@@ -80,7 +80,7 @@ def test_the_same_operator_twice_keeps_both_metrics() -> None:
     pipeline = ExperiencePipeline(
         [OperatorConfig("reward_filter", {"threshold": t}) for t in (0, 1)]
     )
-    _, metrics, filtered = pipeline.process([to_table(group(0, [-1.0, 0.5, 2.0]))])
+    _, metrics, filtered = pipeline.process([encode(group(0, [-1.0, 0.5, 2.0]), {})])
     counts = {k: v for k, v in metrics.items() if k.endswith("filtered_count")}
     assert counts == {
         "experience_pipeline/reward_filter/filtered_count": 1.0,
@@ -98,7 +98,7 @@ def test_nothing_in_nothing_out() -> None:
 def test_rows_may_not_be_invented() -> None:
     pipeline = ExperiencePipeline([], lambda exps: (exps * 2, {}))
     with pytest.raises(ValueError, match="returned 4 of 2"):
-        pipeline.process([to_table(group(0, [0.0, 1.0]))])
+        pipeline.process([encode(group(0, [0.0, 1.0]), {})])
 
 
 def test_unknown_operators_and_arguments_name_the_nearest() -> None:

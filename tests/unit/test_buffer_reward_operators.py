@@ -10,10 +10,10 @@ import pytest
 
 from trinity_dask.buffer.data.taskset import SELECTOR_METRIC
 from trinity_dask.buffer.operators.operators import OPERATORS, OverlongPenalty
-from trinity_dask.buffer.operators.pipeline import ExperiencePipeline
 from trinity_dask.config.schema import OperatorConfig
 from trinity_dask.experience import EID, RESPONSE_TRUNCATED, Experience
-from trinity_dask.experience.schema import from_table, to_table
+from trinity_dask.experience.schema import encode, from_table
+from trinity_dask.explorer.coordinator import ExperiencePipeline
 
 
 def group(
@@ -154,7 +154,7 @@ def test_eight_tasks_of_four_runs_through_the_pipeline(tmp_path: Path) -> None:
     exps = [e for task in range(8) for e in group(task, [0.0, 1.0, 2.0, 3.0])]
     operators = [OperatorConfig("pass_rate_calculator"), OperatorConfig("reward_filter")]
     operators[1].args = {"threshold": 0.5}
-    table, metrics, filtered = ExperiencePipeline(operators).process([to_table(exps)])
+    table, metrics, filtered = ExperiencePipeline(operators).process([encode(exps, {})])
     assert metrics["experience_pipeline/experience_count"] == 24 == table.num_rows
     assert filtered == 8
     assert metrics[SELECTOR_METRIC] == {0: {"indices": list(range(8)), "values": [1.5] * 8}}
@@ -167,7 +167,7 @@ def test_eight_tasks_of_four_runs_through_the_pipeline(tmp_path: Path) -> None:
 def test_the_rows_of_a_task_are_made_to_lie_together() -> None:
     """Sub-tasks of one task come back when they like."""
     a, b = group(0, [0.0, 1.0]), group(1, [0.0, 1.0])
-    tables = [to_table([a[0], b[0]]), to_table([b[1]]), to_table([a[1]])]
+    tables = [encode([a[0], b[0]], {}), encode([b[1]], {}), encode([a[1]], {})]
     table, _, _ = ExperiencePipeline([]).process(tables)
     assert [(e.eid.task, e.eid.run) for e in from_table(table)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert isinstance(table, pa.Table)
@@ -189,7 +189,7 @@ def test_the_dapo_operators_together() -> None:
     exps = cut + group(1, [0.0, 1.0]) + group(2, [1.0, 1.0])
     names = ["mask_response_truncated", "dapo_dynamic_sampling"]
     table, metrics, filtered = ExperiencePipeline([OperatorConfig(n) for n in names]).process(
-        [to_table(exps)]
+        [encode(exps, {})]
     )
     # the only wrong answer of task 0 is not learned, so the group has nothing to compare
     assert tasks_of(from_table(table)) == [1]

@@ -261,7 +261,7 @@ def test_a_full_disk_commits_nothing_and_loses_nothing(tmp_path: Path) -> None:
 
 KILLED_WRITER = """
 import os, signal, sys
-from trinity_dask.buffer.store import experience_store as store, files
+from trinity_dask.buffer.store import experience_store as store
 from trinity_dask.experience import Experience
 from trinity_dask.experience.schema import to_table
 table = to_table([Experience(tokens=[1, 2]) for _ in range(4)])
@@ -276,13 +276,13 @@ def after(function):
     return call
 point = sys.argv[2]
 if point == "during data":
-    files.fsync = die
+    store.fsync = die
 elif point == "before manifest":
-    files.os.link = die
+    os.link = die
 elif point == "after manifest":
-    files.os.link = after(os.link)
+    os.link = after(os.link)
 elif point == "before rename":
-    files.os.rename = die
+    os.rename = die
 s.commit(2, table, {})
 """
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from trinity_dask.config.checks import tasksets, train_tasksets
-from trinity_dask.config.derive import resolve_config
+from trinity_dask.config.compose import resolve_config
 from trinity_dask.config.schema import (
     BufferConfig,
     Config,

@@ -9,7 +9,7 @@ import numpy as np
 from trinity_dask.config.schema import Config
 from trinity_dask.experience import EID, Experience
 from trinity_dask.experience.schema import encode
-from trinity_dask.explorer.coordinator import Processing
+from trinity_dask.explorer.coordinator import ExperiencePipeline
 
 
 def payload(task: int, base: int) -> bytes:
@@ -27,9 +27,9 @@ def payload(task: int, base: int) -> bytes:
 
 
 def test_rows_are_in_the_order_of_their_tasks_whichever_ended_first() -> None:
-    processing = Processing(Config())
+    pipeline = ExperiencePipeline.from_config(Config())
     parts = [payload(10, 0), payload(2, 0), payload(2, 2), encode([], {})]
     for order in itertools.permutations(parts):
-        table = processing.process(order)[0]
+        table = pipeline.process(order)[0]
         found = list(zip(table["task"].to_pylist(), table["run"].to_pylist(), strict=True))
         assert found == [("2", 0), ("2", 1), ("2", 2), ("2", 3), ("10", 0), ("10", 1)]

@@ -11,8 +11,7 @@ import pytest
 from trinity_dask.cluster.loop_watch import LoopWatch
 from trinity_dask.demo.tokenizer import ascii_tokenizer
 from trinity_dask.experience.schema import decode, from_table
-from trinity_dask.explorer.rollout.workflow_runner import WorkflowRunner, run_bounded
-from trinity_dask.explorer.schedule.tasks import AttemptOutcome
+from trinity_dask.explorer.rollout.workflow_runner import WorkflowRunner, outcome_of
 from trinity_dask.models.fake_engine import FakeEngine
 from trinity_dask.models.protocol import EngineSpec
 from trinity_dask.models.wrapper import ModelWrapper
@@ -131,7 +130,7 @@ def make_runner(mode="asynchronous", enable_history=False):
 
 
 def unpack(payload):
-    return AttemptOutcome.of_payload(payload), from_table(decode(payload)[0])
+    return outcome_of(payload), from_table(decode(payload)[0])
 
 
 def simple(reward="length", **more):
@@ -635,8 +634,10 @@ def test_code_that_ends_the_process_costs_its_run_and_not_the_worker(mode, where
 
 def test_a_cancelled_caller_of_a_workflow_is_cancelled():
     async def main():
-        call = asyncio.ensure_future(run_bounded(asyncio.Event().wait, 60.0, "x"))
-        await asyncio.sleep(0)
+        task = Task("async_one", raw_task={"hang": 1})
+        call = asyncio.ensure_future(make_runner().run_task(task, 7, timeout_s=60.0))
+        while not CALLS:
+            await asyncio.sleep(0.01)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call

@@ -49,11 +49,18 @@ def _wanted(directory: Path, steps: Sequence[int] | None) -> Iterator[Path]:
     Raises:
         CommandError: there is none, or one of ``steps`` is missing.
     """
-    from trinity_dask.trainer.checkpoints.checkpoint import is_complete, step_of
+    from trinity_dask.trainer.checkpoints.checkpoint import (
+        complete_checkpoints,
+        is_complete,
+        step_of,
+    )
 
     if not directory.is_dir():
         raise CommandError(f"{directory} is not a directory")
-    named = [directory] if step_of(directory) is not None else _all(directory)
+    named = [directory]
+    if step_of(directory) is None:  # those of a stage, or of every stage of a job
+        stages = [directory, *sorted(path for path in directory.iterdir() if path.is_dir())]
+        named = [path for stage in stages for path in complete_checkpoints(stage)]
     found = [path for path in named if is_complete(path)]
     missing = sorted(set(steps or ()) - {step_of(path) for path in found})
     if not found or missing:
@@ -62,11 +69,3 @@ def _wanted(directory: Path, steps: Sequence[int] | None) -> Iterator[Path]:
     for path in found:
         if not steps or step_of(path) in steps:
             yield path
-
-
-def _all(directory: Path) -> list[Path]:
-    """Checkpoints of a stage, or of every stage of a job."""
-    from trinity_dask.trainer.checkpoints.checkpoint import complete_checkpoints
-
-    stages = [directory, *sorted(path for path in directory.iterdir() if path.is_dir())]
-    return [path for stage in stages for path in complete_checkpoints(stage)]

@@ -17,7 +17,6 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Optional
@@ -99,12 +98,48 @@ def main(args: Sequence[str]) -> int:
         return 0
     only_flags = [item for item in args if item not in flags.overrides and item != "--"]
     flags.overrides = with_mappings(flags.overrides)
-    session = Session(sweeping=flags.multirun or "hydra.mode=MULTIRUN" in flags.overrides)
+    sweeping = flags.multirun or "hydra.mode=MULTIRUN" in flags.overrides
+    # refuse what cannot run before Hydra composes it
+    fixed, codes = set[str](), list[int]()  # keys that all jobs of a sweep have alike
+    refused: Optional[ConfigError] = None
     if not (flags.hydra_help or flags.shell_completion or flags.experimental_rerun):
-        session.check_first(flags)
+        if flags.config_path is not None:
+            raise ConfigError(
+                f"--config-path={flags.config_path} would replace the presets; add a directory of "
+                "your own with --config-dir"
+            )
+        if sweeping or flags.cfg is not None or flags.info is not None:
+            fixed = check_all(flags, sweeping)
+        else:
+            check_overrides(flags.overrides, flags.config_dir)
 
     def job(tree: DictConfig) -> Optional[float]:
-        return session.run_job(tree)
+        """Run one composed configuration to its end; returns what a sweeper may optimise."""
+        nonlocal refused
+        overrides, label = [str(item) for item in HydraConfig.get().overrides.task], None
+        if sweeping:
+            swept = [o for o in overrides if parse(o).get_key_element() not in fixed]
+            label = job_label(HydraConfig.get().job.num, swept)
+            print(f"== job {label}", flush=True)
+        try:
+            config, warnings = finish(tree, overrides, label)
+            check_names(config)
+        except ConfigError as error:
+            if sweeping:
+                raise
+            refused = error  # Hydra would print a line of its own about it
+            return None
+        for message in warnings:
+            print(f"warning: {message}", file=sys.stderr)
+        record_overrides(config, tree, HydraConfig.get(), overrides)
+        from trinity_dask.run import Run  # torch and dask, only for a sound configuration
+
+        codes.append(follow(Run(config, checked=True)))
+        if codes[-1] == EXIT_INTERRUPTED:
+            raise KeyboardInterrupt
+        if codes[-1] != EXIT_DONE and sweeping:
+            raise JobFailed(f"job {label} ended with exit code {codes[-1]}")
+        return final_score(str(config.job_dir))
 
     register_schema()
     known = {"version_base": VERSION_BASE, "config_path": str(conf_dir()), "config_name": "config"}
@@ -115,9 +150,9 @@ def main(args: Sequence[str]) -> int:
         raise ConfigError(explain(error)) from error
     except JobFailed as error:
         print(f"error: {error}", file=sys.stderr)
-    if session.refused is not None:
-        raise session.refused
-    return max(session.codes, default=0)
+    if refused is not None:
+        raise refused
+    return max(codes, default=0)
 
 
 def help_text(config_dir: Optional[str] = None) -> str:
@@ -144,63 +179,16 @@ def _hydra_arguments(args: Sequence[str]) -> Iterator[None]:
             os.environ[FULL_ERROR] = full
 
 
-@dataclass
-class Session:
-    """What one call of the command knows: what all its jobs share, and how they ended."""
-
-    sweeping: bool
-    fixed: set[str] = field(default_factory=set)  # keys that all jobs of a sweep have alike
-    codes: list[int] = field(default_factory=list)
-    refused: Optional[ConfigError] = None
-
-    def check_first(self, flags: argparse.Namespace) -> None:
-        """Refuse what cannot run before Hydra composes it: unknown keys and options; of a sweep
-        every swept value, since its first job must not start when the last one cannot."""
-        if flags.config_path is not None:
-            raise ConfigError(
-                f"--config-path={flags.config_path} would replace the presets; add a directory of "
-                "your own with --config-dir"
-            )
-        only_shows = flags.cfg is not None or flags.info is not None
-        if not self.sweeping and not only_shows:
-            check_overrides(flags.overrides, flags.config_dir)
-            return
-        jobs = list(single_values(flags.overrides)) if self.sweeping else [flags.overrides]
-        given = map(parse, flags.overrides)
-        self.fixed = {item.get_key_element() for item in given if not item.is_sweep_override()}
-        for overrides in jobs:
-            tree = compose_tree(overrides, flags.config_name or "config", flags.config_dir)
-            if not only_shows:
-                check_names(finish(tree, overrides)[0])
-
-    def run_job(self, tree: DictConfig) -> Optional[float]:
-        """Run one composed configuration to its end; returns what a sweeper may optimise."""
-        overrides, label = [str(item) for item in HydraConfig.get().overrides.task], None
-        if self.sweeping:
-            swept = [o for o in overrides if parse(o).get_key_element() not in self.fixed]
-            label = job_label(HydraConfig.get().job.num, swept)
-            print(f"== job {label}", flush=True)
-        try:
-            config, warnings = finish(tree, overrides, label)
-            check_names(config)
-        except ConfigError as error:
-            if self.sweeping:
-                raise
-            self.refused = error  # Hydra would print a line of its own about it
-            return None
-        for message in warnings:
-            print(f"warning: {message}", file=sys.stderr)
-        if not _has_record(config):
-            record_overrides(str(config.job_dir), tree, HydraConfig.get(), overrides)
-        from trinity_dask.run import Run  # torch and dask, only for a sound configuration
-
-        code = follow(Run(config, checked=True))
-        self.codes.append(code)
-        if code == EXIT_INTERRUPTED:
-            raise KeyboardInterrupt
-        if code != EXIT_DONE and label is not None:
-            raise JobFailed(f"job {label} ended with exit code {code}")
-        return final_score(str(config.job_dir))
+def check_all(flags: argparse.Namespace, sweeping: bool) -> set[str]:
+    """Refuse unknown keys and options; of a sweep every swept value, since its first job must not
+    start when the last one cannot. Returns the keys that all jobs have alike."""
+    jobs = list(single_values(flags.overrides)) if sweeping else [flags.overrides]
+    for overrides in jobs:
+        tree = compose_tree(overrides, flags.config_name or "config", flags.config_dir)
+        if flags.cfg is None and flags.info is None:
+            check_names(finish(tree, overrides)[0])
+    given = map(parse, flags.overrides)
+    return {item.get_key_element() for item in given if not item.is_sweep_override()}
 
 
 def job_label(number: int, swept: Sequence[str]) -> str:
@@ -216,18 +204,18 @@ def job_label(number: int, swept: Sequence[str]) -> str:
     return f"{number}_{short}" if short else str(number)
 
 
-def _has_record(config: Config) -> bool:
-    """A job that runs or has run keeps the record of its own command."""
+def record_overrides(
+    config: Config, tree: DictConfig, hydra_config: Any, overrides: Sequence[str]
+) -> None:
+    """Write ``<job>/.hydra``: the files every Hydra user expects, ``config.yaml`` as composed.
+
+    A job that runs or has run keeps the record of its own command.
+    """
     job, stages = str(config.job_dir), len(config.stages) or 1
     joins = config.mode == "bench" or (config.mode == "explore" and Path(job).is_dir())
-    return joins or is_locked(job) or is_finished(job, stages, stage_file(config))
-
-
-def record_overrides(
-    job_dir: str, tree: DictConfig, hydra_config: Any, overrides: Sequence[str]
-) -> None:
-    """Write ``<job>/.hydra``: the files every Hydra user expects, ``config.yaml`` as composed."""
-    folder = Path(job_dir) / ".hydra"
+    if joins or is_locked(job) or is_finished(job, stages, stage_file(config)):
+        return
+    folder = Path(job) / ".hydra"
     folder.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(tree, folder / "config.yaml")
     OmegaConf.save(OmegaConf.create(list(overrides)), folder / "overrides.yaml")

@@ -79,10 +79,20 @@ def status_lines(status: Mapping[str, Any]) -> list[str]:
 
 def stage_lines(stage: Config) -> Iterator[str]:
     """What one stage has on disk: steps, committed batches, checkpoint, last metrics."""
+    from trinity_dask.monitor.history import load_metrics
+    from trinity_dask.trainer.checkpoints.checkpoint import latest_complete
+
     yield f"{stage.stage_name or stage.name}: mode {stage.mode}, in {stage.job_dir}"
     yield from _store_lines(stage)
-    yield from _checkpoint_lines(stage)
-    yield from _metric_lines(stage)
+    newest = latest_complete(str(stage.job_dir))
+    yield f"  checkpoint: {newest.name if newest else 'none yet'}"
+    frame = load_metrics(str(stage.job_dir))
+    for role, rows in frame.groupby("role"):
+        yield f"  {role}: step {int(rows['step'].max())}"
+    best = best_column([str(column) for column in frame.columns])
+    if best is not None:
+        values = frame[best].dropna()
+        yield f"  {best}: {values.iloc[0]:.3f} at first, {values.iloc[-1]:.3f} now"
 
 
 def _store_lines(stage: Config) -> Iterator[str]:
@@ -100,22 +110,3 @@ def _store_lines(stage: Config) -> Iterator[str]:
         f"{total.succeeded} succeeded, {total.failed} failed, {total.cancelled} cancelled; "
         f"rows: {total.produced} produced, {total.committed} committed, {total.filtered} filtered"
     )
-
-
-def _checkpoint_lines(stage: Config) -> Iterator[str]:
-    from trinity_dask.trainer.checkpoints.checkpoint import latest_complete
-
-    newest = latest_complete(str(stage.job_dir))
-    yield f"  checkpoint: {newest.name if newest else 'none yet'}"
-
-
-def _metric_lines(stage: Config) -> Iterator[str]:
-    from trinity_dask.monitor.history import load_metrics
-
-    frame = load_metrics(str(stage.job_dir))
-    for role, rows in frame.groupby("role"):
-        yield f"  {role}: step {int(rows['step'].max())}"
-    name = best_column([str(column) for column in frame.columns])
-    if name is not None:
-        values = frame[name].dropna()
-        yield f"  {name}: {values.iloc[0]:.3f} at first, {values.iloc[-1]:.3f} now"

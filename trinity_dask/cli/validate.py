@@ -9,9 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from trinity_dask.config.compose import compose_tree, finish, to_yaml
-from trinity_dask.config.schema import Config
-from trinity_dask.config.stages import split_stages
+from trinity_dask.config.compose import compose_tree, finish, split_stages, to_yaml
 from trinity_dask.run.names import check_names
 
 
@@ -24,7 +22,13 @@ def main(args: Sequence[str]) -> int:
     for message in warnings:
         print(f"warning: {message}", file=sys.stderr)
     for stage in split_stages(config):
-        print(f"---\n{to_yaml(stage)}" if flags.show else _line(stage))
+        if flags.show:
+            print(f"---\n{to_yaml(stage)}")
+            continue
+        engine = stage.explorer.rollout_model.engine_type
+        what = f"{stage.algorithm.algorithm_type}" + f", engine {engine}" * (stage.mode != "train")
+        name = stage.stage_name or stage.name
+        print(f"ok: {name}: mode {stage.mode}, {what}, in {stage.job_dir}")
     return 0
 
 
@@ -34,10 +38,3 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config-dir", "-cd", help="a directory with more presets")
     parser.add_argument("--show", action="store_true", help="print the resolved configuration")
     return parser
-
-
-def _line(stage: Config) -> str:
-    name = stage.stage_name or stage.name
-    engine = f", engine {stage.explorer.rollout_model.engine_type}" if stage.mode != "train" else ""
-    kind = stage.algorithm.algorithm_type
-    return f"ok: {name}: mode {stage.mode}, {kind}{engine}, in {stage.job_dir}"

@@ -10,8 +10,7 @@ import argparse
 from collections.abc import Sequence
 
 from trinity_dask.cli import CommandError
-from trinity_dask.config.compose import compose_tree, to_config
-from trinity_dask.config.derive import resolve_config
+from trinity_dask.config.compose import compose_tree, resolve_config, to_config
 from trinity_dask.config.errors import ConfigError
 
 GROUPS = ("control", "rollout", "trainer", "runner")

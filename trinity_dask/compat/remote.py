@@ -10,7 +10,6 @@ import asyncio
 import concurrent.futures
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Generator
-from functools import partial
 from typing import Any, Optional
 
 from distributed import Client
@@ -58,17 +57,20 @@ class RemoteActor:
     def __getattr__(self, name: str) -> RemoteMethod:
         if name.startswith("_"):
             raise AttributeError(name)
-        return RemoteMethod(partial(self._rpc, name), self._loop)
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            handle, limit = await self._ready(), NO_DEADLINE_S
+            given = [await a._ready() if isinstance(a, RemoteActor) else a for a in args]
+            return await rpc(
+                handle, name, *given, timeout=limit, client=self._client, keywords=kwargs
+            )
+
+        return RemoteMethod(call, self._loop)
 
     async def _ready(self) -> ActorHandle:
         if self._found is None:
             self._found = asyncio.ensure_future(self._find(self._client))
         return (await asyncio.shield(self._found))[0]
-
-    async def _rpc(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        handle, limit = await self._ready(), NO_DEADLINE_S
-        args = tuple([await a._ready() if isinstance(a, RemoteActor) else a for a in args])
-        return await rpc(handle, method, *args, timeout=limit, client=self._client, keywords=kwargs)
 
 
 def control_actor(cls: type, config: Any) -> RemoteActor:

@@ -87,7 +87,7 @@ class RolloutCoordinator:
         """
         if not payloads:
             return {}
-        return (await asyncio.to_thread(self.real.processing.process, payloads))[1]
+        return (await asyncio.to_thread(self.real.pipeline.process, payloads))[1]
 
     async def shutdown(self) -> None:
         """Stop the scheduler and close the pipeline. Idempotent."""

@@ -101,11 +101,8 @@ class RunnerWrapper:
         self.timeout = config.explorer.max_timeout_s
         self.state: dict[str, Any] = {}
         self._lanes, self._worker = lanes, worker
-        self.runner = self._create_runner()
-
-    def _create_runner(self) -> WorkflowRunner:
-        ids = (self.rollout_model_id, self.auxiliary_model_ids, self.runner_id)
-        return WorkflowRunner(self.config, *ids, self._worker)
+        self._ids = (rollout_model_id, self.auxiliary_model_ids, runner_id)
+        self.runner = WorkflowRunner(config, *self._ids, worker)
 
     async def prepare(self) -> None:
         await self.runner.prepare()
@@ -151,7 +148,7 @@ class RunnerWrapper:
         is no process of the runner's own: its next attempt begins anew anyway."""
         if group_of_slot(self.runner.worker) == RUNNER:
             await kill_runner(await loop_client(), self.runner.worker)
-        self.runner = self._create_runner()
+        self.runner = WorkflowRunner(self.config, *self._ids, self._worker)
 
 
 class Scheduler:

@@ -11,6 +11,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Optional
 
@@ -103,33 +104,22 @@ class Synchronizer:
             asked = dict(self._modules)
             alive = await asyncio.gather(*map(_is_alive, asked.values()))
             for name, lives in zip(asked, alive, strict=True):
-                if not lives:
-                    del self._modules[name]
-                    self._died(name)
+                if lives:
+                    continue
+                del self._modules[name]
+                if name in self.real.state.explorers:
+                    self.real.state.explorer_stopped(name)
+                elif name.startswith("trainer"):
+                    self.real.state.trainer_died()
+                self.real.notify()
         await self.real.close()
         if self._registered is not None:
             await (await worker_client()).unpublish_dataset(self._registered)
 
-    def _died(self, name: str) -> None:
-        state = self.real.state
-        if name in state.explorers:
-            state.explorer_stopped(name)
-        elif name.startswith("trainer"):
-            state.trainer_died()
-        self.real.notify()
-
     # statuses -------------------------------------------------------------------------
-    @property
-    def trainer_status(self) -> RunningStatus:
-        return self.real.state.trainer
-
-    @property
-    def explorer_status_counts(self) -> dict[RunningStatus, int]:
-        return self.real.state.explorer_status_counts
-
-    @property
-    def model_version(self) -> int:
-        return self.real.state.model_version
+    trainer_status = property(attrgetter("real.state.trainer"))
+    explorer_status_counts = property(attrgetter("real.state.explorer_status_counts"))
+    model_version = property(attrgetter("real.state.model_version"))
 
     @property
     def model_state_dict(self) -> Any:
@@ -175,20 +165,19 @@ class Synchronizer:
         elif RunningStatus(old_status) is status:
             raise ValueError(f"old_status and status are both {status.value!r}")
         else:
-            name = self._any_in(RunningStatus(old_status))
+            old, known = (
+                RunningStatus(old_status),
+                {n: e.status for n, e in state.explorers.items()},
+            )
+            name = next((n for n, has in known.items() if has is old), "")
+            if not name:
+                values = {n: has.value for n, has in known.items()}
+                raise ValueError(f"no explorer is {old.value!r}; they are {values}")
         if status is STOPPED:
             state.explorer_stopped(name)
         else:
             state.explorers[name].status = status
         self.real.notify()
-
-    def _any_in(self, status: RunningStatus) -> str:
-        statuses = {name: e.status for name, e in self.real.state.explorers.items()}
-        for name, has in statuses.items():
-            if has is status:
-                return name
-        known = {name: has.value for name, has in statuses.items()}
-        raise ValueError(f"no explorer is {status.value!r}; they are {known}")
 
     def explorer_requires_sync(self) -> bool:
         return self.explorer_status_counts[REQUIRE_SYNC] > 0
@@ -355,7 +344,11 @@ class Synchronizer:
         try:
             self.real.notify()
             await self.real.wait(
-                lambda: self._met > met or self._peer_is_gone(module),
+                lambda: (
+                    self._met > met
+                    or (module == "explorer" and state.trainer is STOPPED)
+                    or (module == "trainer" and not state.live_explorers)
+                ),
                 lambda: f"{module} is ready for a broadcast: the other side",
             )
         except TimeoutError:
@@ -374,10 +367,6 @@ class Synchronizer:
             self.real.state.trainer_running()
         for name in self.real.state.explorers if side == "explorer" else ():
             self.real.state.explorer_running(name)
-
-    def _peer_is_gone(self, side: str) -> bool:
-        state = self.real.state
-        return state.trainer is STOPPED if side == "explorer" else not state.live_explorers
 
     async def setup_weight_sync_group(
         self, master_address: str, master_port: int, state_dict_meta: Optional[list[Any]] = None
@@ -436,7 +425,9 @@ class Synchronizer:
 
         async def find(client: Optional[Client]) -> tuple[ActorHandle, Any]:
             caller, inside = client or await worker_client(), client is None
-            name, limit = _registered_name(config, namespace), CREATE_TIMEOUT_S
+            parts = [config.project, config.group, config.name] if config else [namespace]
+            name = "/".join(["trinity-dask", *(part for part in parts if part), "synchronizer"])
+            limit = CREATE_TIMEOUT_S
             if name not in await caller.list_datasets():
                 if config is None:
                     raise LookupError(f"no synchronizer is registered as {name!r}")
@@ -452,11 +443,6 @@ class Synchronizer:
             return handle, None
 
         return RemoteActor(find)
-
-
-def _registered_name(config: Optional[Config], namespace: Optional[str]) -> str:
-    parts = [config.project, config.group, config.name] if config else [namespace]
-    return "/".join(["trinity-dask", *(part for part in parts if part), "synchronizer"])
 
 
 def _name_of(module: Any) -> str:

@@ -29,6 +29,7 @@ from trinity_dask.config.schema import Config
 from trinity_dask.experience import Experience
 from trinity_dask.experience.schema import decode, encode, from_table
 from trinity_dask.explorer.rollout.subtask import RunnerSettings, SubTaskSpec, run_subtask
+from trinity_dask.explorer.rollout.workflow_runner import outcome_of
 from trinity_dask.explorer.schedule.tasks import AttemptOutcome, RunError, Status
 from trinity_dask.explorer.task_stream import TasksetReader
 from trinity_dask.workflows import Task
@@ -138,7 +139,7 @@ class WorkflowRunner:
         try:
             async with asyncio.timeout(limit + SLACK_S):
                 payload = await future
-            outcome = AttemptOutcome.of_payload(payload)
+            outcome = outcome_of(payload)
         except Exception as error:  # its worker died, or did not even report its time-out
             payload = b""
             lost = RunError(type(error).__name__, str(error))

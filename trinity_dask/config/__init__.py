@@ -20,10 +20,10 @@ if TYPE_CHECKING:
         load_config,
         resolve,
         save,
+        split_stages,
         to_yaml,
         validate,
     )
-    from trinity_dask.config.stages import split_stages
 
 __all__ = [
     "Config",
@@ -42,6 +42,5 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        module = "stages" if name == "split_stages" else "compose"
-        return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+        return getattr(importlib.import_module(f"{__name__}.compose"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Optional
 
 from trinity_dask.config import modes
 from trinity_dask.config.algorithms import GROUP_TYPES, OFFLINE_TYPES
@@ -489,7 +488,8 @@ def _taskset(key: str, taskset: TasksetConfig) -> Iterator[str]:
 
 def schedule(config: Config) -> Iterator[str]:
     """A schedule that decays has to know its last step."""
-    if not modes.trains(config.mode) or _total_steps(config) is not None:
+    total = config.trainer.total_steps or config.buffer.total_steps
+    if not modes.trains(config.mode) or total is not None:
         return
     for key, optimizer in (
         ("algorithm.optimizer", config.algorithm.optimizer),
@@ -504,16 +504,13 @@ def schedule(config: Config) -> Iterator[str]:
 
 def short_for_warmup(config: Config) -> Iterator[str]:
     """Runs all the same: a few steps of a longer recipe are a fair trial of it."""
-    steps, total = config.algorithm.optimizer.lr_warmup_steps, _total_steps(config)
+    steps = config.algorithm.optimizer.lr_warmup_steps
+    total = config.trainer.total_steps or config.buffer.total_steps
     if modes.trains(config.mode) and total is not None and steps > total:
         yield (
             f"algorithm.optimizer.lr_warmup_steps={steps} is more than the {total} steps of the "
             "run: the learning rate never reaches algorithm.optimizer.lr"
         )
-
-
-def _total_steps(config: Config) -> Optional[int]:
-    return config.trainer.total_steps or config.buffer.total_steps
 
 
 def parallel(config: Config) -> Iterator[str]:

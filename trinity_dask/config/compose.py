@@ -1,8 +1,12 @@
 """From presets and overrides, or from a file, to one typed configuration.
 
 Invariant: what :func:`load_config` returns has only known keys, values of the right type
-and range, and every derived key filled in. ``from_yaml(save(cfg))`` is equal to ``cfg``; a
-file appears complete or not at all. Needs Hydra, neither torch nor dask.
+and range, and every derived key filled in. A derived key is filled in only while it is ``None``,
+so resolving twice changes nothing and a value that a user gave always stays. Each stage is the
+base with the stage's keys merged over it, key by key; what a stage does not mention it inherits,
+only the functions of an algorithm not by a stage with another ``algorithm_type``, since they
+belong to the algorithm. ``from_yaml(save(cfg))`` is equal to ``cfg``; a file appears complete or
+not at all. Needs Hydra, neither torch nor dask.
 """
 
 from __future__ import annotations
@@ -10,8 +14,9 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional, cast
 
@@ -21,8 +26,8 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trinity_dask.config import checks
-from trinity_dask.config.derive import resolve_config
+from trinity_dask.config import checks, job_dir, modes
+from trinity_dask.config.algorithms import REPEAT_TIMES
 from trinity_dask.config.errors import ConfigError, ConfigWarning, raise_if
 from trinity_dask.config.fields import values
 from trinity_dask.config.hints import (
@@ -34,11 +39,19 @@ from trinity_dask.config.hints import (
     with_mappings,
 )
 from trinity_dask.config.paths import conf_dir
-from trinity_dask.config.schema import Config
-from trinity_dask.config.stages import setting_stages, split_stages, stage_problems
+from trinity_dask.config.schema import (
+    DEFAULT_THREADS,
+    AlgorithmConfig,
+    Config,
+    GroupConfig,
+    ModelConfig,
+    TasksetConfig,
+)
 from trinity_dask.files import write_text
 
 VERSION_BASE = "1.3"
+ENGINE_SHARE, COLOCATED_SHARE = 0.9, 0.25  # of a GPU's memory, for an engine
+_STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 @functools.cache
@@ -66,19 +79,13 @@ def compose_tree(
             tree = compose(config_name, overrides=[*overrides, *extra])
     except HYDRA_ERRORS as error:
         raise ConfigError(explain(error)) from error
-    check_tree(tree)
+    raise_if(list(find_unknown(cast(dict[str, Any], OmegaConf.to_container(tree)))))
     return tree
-
-
-def check_tree(tree: DictConfig) -> None:
-    """Refuse keys that do not exist, wherever in the tree they are."""
-    plain = cast(dict[str, Any], OmegaConf.to_container(tree, resolve=False))
-    raise_if(list(find_unknown(plain)))
 
 
 def to_config(tree: DictConfig) -> Config:
     """The typed configuration of a composed tree, interpolations resolved, nothing derived."""
-    check_tree(tree)
+    raise_if(list(find_unknown(cast(dict[str, Any], OmegaConf.to_container(tree)))))
     try:
         # before a merge over the schema turns a preset's ??? into the default
         missing = sorted(OmegaConf.missing_keys(tree))
@@ -101,40 +108,40 @@ def resolve(cfg: DictConfig | Config) -> Config:
     """The typed configuration with every derived key filled in (idempotent).
 
     With ``stages`` only ``job_dir`` is derived here: each stage derives its own values
-    (:func:`trinity_dask.config.stages.split_stages`).
+    (:func:`split_stages`).
     """
     return resolve_config(cfg if isinstance(cfg, Config) else to_config(cfg))
 
 
-def validate(config: Config) -> list[str]:
+def validate(config: Config, rules: Sequence[checks.Check] = ()) -> list[str]:
     """Check a resolved configuration, all its stages included; returns the warnings.
+
+    ``rules`` are the relations between values to check (empty: all that concern it).
 
     Raises:
         ConfigError: all problems at once, one line each with the key, the value, what is
             allowed and the fix.
     """
-    if not config.stages:
-        raise_if(_problems(config, checks.STAGE_CHECKS + checks.RUN_CHECKS))
-        return list(checks.warnings(config))
-    raise_if(_problems(config, checks.RUN_CHECKS) or list(stage_problems(config)))
-    problems, found = list[str](), list[str]()
-    for stage in split_stages(config):
-        name = f"stage {stage.stage_name!r}"
-        problems += [f"{name}: {line}" for line in _problems(stage, checks.STAGE_CHECKS)]
-        found += [f"{name}: {line}" for line in checks.warnings(stage)]
-    raise_if(problems)
-    return found
-
-
-def _problems(config: Config, rules: tuple[checks.Check, ...]) -> list[str]:
-    """Ranges first; relations between values only when each value is sound."""
+    of_stage = () if config.stages else checks.STAGE_CHECKS
     found = [kind.problem(key, getattr(at, name)) for key, kind, at, name in values(config)]
     lines = [line for line in found if line is not None]
     # without those that only repeat another: rollout_args inherit from model, seeds from seed
     lines = [line for line in lines if ".rollout_args." not in line] or lines
     if any(line.startswith("seed=") for line in lines):
         lines = [line for line in lines if ".seed=" not in line]
-    return lines or [line for rule in rules for line in rule(config)]
+    # relations between values only when each value is sound
+    rules = rules or (*of_stage, *checks.RUN_CHECKS)
+    lines = lines or [line for rule in rules for line in rule(config)]
+    raise_if(lines or list(_stage_name_problems(config)))
+    warned = [] if config.stages else list(checks.warnings(config))
+    for stage in split_stages(config) if config.stages else ():
+        prefix = f"stage {stage.stage_name!r}: "
+        try:
+            warned += [prefix + line for line in validate(stage, checks.STAGE_CHECKS)]
+        except ConfigError as error:
+            lines += [prefix + line for line in str(error).splitlines()]
+    raise_if(lines)
+    return warned
 
 
 def finish(
@@ -164,8 +171,13 @@ def _shadowed(config: Config, overrides: Sequence[str]) -> list[str]:
     useless, partial = list[str](), list[str]()
     numbered = ", ".join(f"{i} is {s.get('stage_name')}" for i, s in enumerate(config.stages))
     for item in map(parse, overrides if config.stages else ()):
-        key = item.key_or_group
-        names = [] if config.mode == "bench" and key == "mode" else setting_stages(config, key)
+        key, names = item.key_or_group, list[str]()
+        for stage in config.stages if (config.mode, key) != ("bench", "mode") else ():
+            node: Any = stage
+            for part in key.split("."):
+                node = node.get(part, {}) if isinstance(node, Mapping) else {}
+            if not isinstance(node, Mapping):  # the base's value is not seen
+                names.append(str(stage.get("stage_name")))
         if names and len(names) == len(config.stages):
             useless.append(
                 f"{item.input_line} has no effect: every stage sets {key}; "
@@ -189,6 +201,163 @@ def load_config(*overrides: str) -> Config:
     for message in messages:
         warnings.warn(message, ConfigWarning, stacklevel=2)
     return config
+
+
+# derived values ------------------------------------------------------------------------
+def resolve_config(cfg: Config) -> Config:
+    """A copy with choices spelled canonically and every derived key filled in."""
+    config = copy.deepcopy(cfg)
+    for _, kind, section, name in values(config):
+        value = getattr(section, name)
+        if kind.choices and isinstance(value, str):
+            word = kind.aliases.get(value.lower(), value.lower())
+            setattr(section, name, word if word in kind.choices else value)
+    if "://" not in config.checkpoint_root_dir:
+        config.checkpoint_root_dir = os.path.abspath(os.path.expanduser(config.checkpoint_root_dir))
+    if config.job_dir is None:
+        config.name, config.job_dir = job_dir.choose(config)
+    if config.stages:  # each stage derives its own values from base + stage
+        return config
+    for name, nthreads in DEFAULT_THREADS.items():
+        group: GroupConfig = getattr(config.cluster, name)
+        group.nthreads = nthreads if group.nthreads is None else group.nthreads
+    _lengths(config.model)
+    explorer, algorithm, trainer = config.explorer, config.algorithm, config.trainer
+    if explorer.batch_timeout_s is None:
+        explorer.batch_timeout_s = explorer.longest_batch_s
+    if explorer.rollout_model.dtype is None:
+        explorer.rollout_model.dtype = config.model.dtype
+    if algorithm.repeat_times is None:  # a type that is not ours: 1
+        algorithm.repeat_times = REPEAT_TIMES.get(algorithm.algorithm_type, 1)
+    # a function in a file, path/to/file.py:name, is found from any working directory
+    for key in ("advantage_fn", "policy_loss_fn", "entropy_loss_fn", "sample_strategy"):
+        path, colon, attribute = (getattr(algorithm, key) or "").rpartition(":")
+        if path.endswith(".py"):
+            setattr(algorithm, key, os.path.abspath(os.path.expanduser(path)) + colon + attribute)
+    _mode(config)
+    _tasksets(config)
+    alone = config.mode == "train" and not config.synchronizer.peer_timeout_s
+    if trainer.total_steps is None and alone:  # else the explorers say when it ends
+        trainer.total_steps = config.buffer.total_steps
+    store = config.buffer.trainer_input.experience_buffer
+    if store.path is None and store.storage_type == "store":
+        store.path = f"{config.job_dir}/buffer/{store.name}"
+    return config
+
+
+def _lengths(model: ModelConfig) -> None:
+    """prompt + response = model length: one unset is the remainder, both unset half each."""
+    total, prompt, response = (
+        model.max_model_len,
+        model.max_prompt_tokens,
+        model.max_response_tokens,
+    )
+    if total is None:
+        if prompt is not None and response is not None:
+            model.max_model_len = prompt + response
+        return
+    if prompt is None and response is None:
+        prompt = total // 2
+    if prompt is None and response is not None:
+        prompt = total - response
+    model.max_prompt_tokens = prompt
+    if response is None and prompt is not None:
+        model.max_response_tokens = total - prompt
+
+
+def _mode(config: Config) -> None:
+    """One device for all cannot hold a full-size sampler, and nccl needs two."""
+    colocated, engine = config.mode == "colocate", config.explorer.rollout_model
+    if engine.gpu_memory_utilization is None:
+        engine.gpu_memory_utilization = COLOCATED_SHARE if colocated else ENGINE_SHARE
+    sync = config.synchronizer
+    if colocated and sync.sync_method == "nccl":
+        sync.sync_method = "memory"
+    if sync.peer_timeout_s is None:
+        joins = config.cluster.type == "address" and modes.meets(config.mode)
+        file = config.buffer.trainer_input.experience_buffer.storage_type == "file"
+        sync.peer_timeout_s = sync.sync_timeout_s if joins and not file else 0.0
+
+
+def _tasksets(config: Config) -> None:
+    source = config.buffer.explorer_input
+    repeat = config.algorithm.repeat_times
+    _taskset(source.taskset, config, name="taskset", repeat_times=repeat or 1)
+    for index, taskset in enumerate(source.tasksets):
+        _taskset(taskset, config, name=f"taskset_{index}", repeat_times=repeat or 1)
+    for index, taskset in enumerate(source.eval_tasksets):
+        _taskset(taskset, config, name=f"eval_taskset_{index}", repeat_times=1)
+
+
+def _taskset(taskset: TasksetConfig, config: Config, name: str, repeat_times: int) -> None:
+    source = config.buffer.explorer_input
+    taskset.name = taskset.name or name
+    taskset.workflow = taskset.workflow or source.default_workflow
+    taskset.reward_fn = taskset.reward_fn or source.default_reward_fn
+    if taskset.repeat_times is None:
+        taskset.repeat_times = repeat_times
+    model, args = config.model, taskset.rollout_args
+    inherited = {
+        "temperature": model.temperature,
+        "top_p": model.top_p,
+        "top_k": model.top_k,
+        "max_tokens": model.max_response_tokens,
+    }
+    for key, value in inherited.items():
+        if getattr(args, key) is None:
+            setattr(args, key, value)
+
+
+# stages --------------------------------------------------------------------------------
+def split_stages(config: Config) -> list[Config]:
+    """One resolved configuration per stage, in order; one when there are no stages.
+
+    A stage's ``job_dir`` is ``<job_dir>/<stage_name>``. A stage that another follows
+    exports its weights (``save_hf_checkpoint`` at least ``last``): the next starts there.
+
+    Raises:
+        ConfigError: a stage has a value of the wrong type.
+    """
+    base = resolve_config(config)
+    if not base.stages:
+        return [base]
+    stages = [_merge(base, stage, index) for index, stage in enumerate(base.stages)]
+    for stage in stages[:-1]:
+        if stage.trainer.save_hf_checkpoint == "never":
+            stage.trainer.save_hf_checkpoint = "last"
+    return stages
+
+
+def _stage_name_problems(config: Config) -> Iterator[str]:
+    """Names that are missing, unusable as a directory, or given twice."""
+    seen: set[str] = set()
+    for index, stage in enumerate(config.stages):
+        name = stage.get("stage_name")
+        key = f"stages.{index}.stage_name"
+        if not isinstance(name, str) or not _STAGE_NAME.fullmatch(name):
+            yield (
+                f"{key}={name!r}: every stage needs a name of letters, digits, '_', '-' or '.'; "
+                f"it becomes a directory, as stage_name: warmup"
+            )
+        elif name in seen:
+            yield f"{key}={name!r} is already the name of an earlier stage; give it another"
+        seen.add(str(name))
+
+
+def _merge(base: Config, stage: Mapping[str, Any], index: int) -> Config:
+    inherited = copy.deepcopy(base)
+    inherited.stages = []
+    wanted = (stage.get("algorithm") or {}).get("algorithm_type", base.algorithm.algorithm_type)
+    if wanted != base.algorithm.algorithm_type:
+        inherited.algorithm = AlgorithmConfig(optimizer=inherited.algorithm.optimizer)
+    inherited.job_dir = f"{base.job_dir}/{stage.get('stage_name', index)}"
+    if base.mode == "bench":  # of all stages, whatever each of them once ran
+        stage = {key: value for key, value in stage.items() if key != "mode"}
+    try:
+        tree = OmegaConf.unsafe_merge(OmegaConf.structured(inherited), dict(stage))
+        return resolve_config(cast(Config, OmegaConf.to_object(cast(DictConfig, tree))))
+    except OmegaConfBaseException as error:
+        raise ConfigError(explain(error, prefix=f"stages.{index}.")) from error
 
 
 # files --------------------------------------------------------------------------------

@@ -36,13 +36,10 @@ def nearest(name: str, valid: Iterable[str]) -> Optional[str]:
     cutoff = 0.6 if len(word) > 3 else 0.5  # one slip is much in a short word
     close = difflib.get_close_matches(word, plain, n=5, cutoff=cutoff)
     # a letter that was doubled, dropped or swapped is likelier than a wrong one
-    close.sort(key=lambda item: (-_likeness(word, item), len(set(word) ^ set(item)), item))
+    ratio = {item: difflib.SequenceMatcher(None, item, word).ratio() for item in close}
+    close.sort(key=lambda item: (-ratio[item], len(set(word) ^ set(item)), item))
     begun = [item for item in plain if len(word) > 2 and item.startswith(word)]
     return plain[(close or begun)[0]] if close or begun else None
-
-
-def _likeness(word: str, item: str) -> float:
-    return difflib.SequenceMatcher(None, item, word).ratio()
 
 
 def hint(name: str, valid: Sequence[str], shown: int = 20) -> str:

@@ -77,10 +77,6 @@ class Kind:
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     range: Optional[Range] = None
 
-    @property
-    def is_value(self) -> bool:
-        return self.section is None and self.item is None and not self.is_open
-
     def problem(self, key: str, value: Any) -> Optional[str]:
         """What is wrong with ``value``, or None."""
         if value is None:

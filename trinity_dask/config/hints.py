@@ -112,7 +112,11 @@ def check_key(path: str) -> Optional[str]:
     renamed = RENAMED.get(".".join(parts))
     if renamed is not None:
         return f"unknown key '{path}'; here it is '{prefix}{renamed}'"
-    meant = _in_place(parts, STAGE_KEYS if prefix else ()) or _elsewhere(parts[-1])
+    by_leaf: dict[str, str] = {}  # a key elsewhere with this last name, or the nearest one
+    for key, _ in all_keys(Config):
+        by_leaf.setdefault(split_path(key)[-1], key)
+    elsewhere = by_leaf.get(parts[-1]) or by_leaf.get(nearest(parts[-1], by_leaf) or "")
+    meant = _in_place(parts, STAGE_KEYS if prefix else ()) or elsewhere
     if meant is not None:
         here = prefix if split_path(meant)[0] in STAGE_KEYS else ""
         if prefix and len(parts) == 1:  # of the words that a stage may hold
@@ -148,14 +152,6 @@ def _in_place(parts: list[str], top: tuple[str, ...] = ()) -> Optional[str]:
         fixed.append(name if name in known else f"+{name}=...")
         kind = known.get(name, Kind())
     return ".".join(fixed)
-
-
-def _elsewhere(leaf: str) -> Optional[str]:
-    """A key elsewhere in the tree with this last name, or with the nearest one."""
-    by_leaf: dict[str, str] = {}
-    for key, _ in all_keys(Config):
-        by_leaf.setdefault(split_path(key)[-1], key)
-    return by_leaf.get(leaf) or by_leaf.get(nearest(leaf, by_leaf) or "")
 
 
 def find_unknown(
@@ -201,12 +197,10 @@ def check_overrides(overrides: Sequence[str], config_dir: Optional[str] = None) 
             problems.append(
                 f"{name} is derived: set checkpoint_root_dir, project, group and name instead"
             )
-        elif (problem := check_key(name)) is not None:
-            problems.append(problem)
-        elif override.is_delete() and not name.startswith("stages."):
-            kind = kind_at(name)
-            if kind is not None and not kind.is_open:  # only what a preset added can go again
-                problems.append(_cannot_remove(name))
+        elif (kind := kind_at(name)) is None:
+            problems.append(str(check_key(name)))
+        elif override.is_delete() and not name.startswith("stages.") and not kind.is_open:
+            problems.append(_cannot_remove(name))  # only what a preset added can go again
     raise_if(problems)
 
 
@@ -291,7 +285,14 @@ def explain(error: BaseException, prefix: str = "") -> str:
     while cause is not None and not isinstance(cause, OmegaConfBaseException):
         cause = cause.__cause__ or cause.__context__
     if cause is None:
-        return _plain_hydra(message)
+        lines = [line.strip() for line in message.splitlines() if line.strip()]
+        if lines[0].startswith("Ambiguous value"):
+            name = lines[0].removeprefix("Ambiguous value for argument ")
+            return (
+                f"{name} has several values: write key=[a,b] for a list, or add --multirun to sweep"
+            )
+        append = re.search(r"use (\+\S+)$", message)
+        return f"{lines[0]} Write {append.group(1)}" if append else " ".join(lines)
     # the override that Hydra's message quotes, as typed
     quoted = re.search(r"^Error merging override (.+)$", message, re.MULTILINE) or re.search(
         r"^To append to your config use \+(.+)$", message, re.MULTILINE
@@ -337,15 +338,6 @@ def type_words(annotation: Any) -> str:
         return f"{type_words(members[0])} or null"
     origin = typing.get_origin(annotation) or annotation
     return _WORDS.get(origin, "a section, as key.subkey=value")
-
-
-def _plain_hydra(message: str) -> str:
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    if lines[0].startswith("Ambiguous value"):
-        name = lines[0].removeprefix("Ambiguous value for argument ")
-        return f"{name} has several values: write key=[a,b] for a list, or add --multirun to sweep"
-    append = re.search(r"use (\+\S+)$", message)
-    return f"{lines[0]} Write {append.group(1)}" if append else " ".join(lines)
 
 
 def _cannot_read(override: str) -> str:

@@ -53,11 +53,6 @@ def stage_file(config: Config) -> str:
     return f"{config.explorer.name}_stage_meta.json" if config.mode == "explore" else STAGE_FILE
 
 
-def explorer_file(config: Config) -> str:
-    """Path of the file that says how far the explorer of ``config`` is."""
-    return f"{config.job_dir}/{config.explorer.name}_meta.json"
-
-
 def is_finished(path: str, n_stages: int, file: str = STAGE_FILE) -> bool:
     """Whether the last stage of the job at ``path`` has ended as done."""
     try:

@@ -73,12 +73,9 @@ def sort_rows(spec: SortDigitsSpec) -> tuple[list[dict[str, str]], list[dict[str
     n_rows = spec.n_train + spec.n_eval
     rng = np.random.default_rng(spec.seed)
     numbers = rng.choice(10**spec.n_digits, size=n_rows, replace=False)
-    rows = [_row(f"{number:0{spec.n_digits}d}") for number in numbers]
+    texts = [f"{number:0{spec.n_digits}d}" for number in numbers]
+    rows = [{"prompt": f"sort {text}=", "response": "".join(sorted(text))} for text in texts]
     return rows[: spec.n_train], rows[spec.n_train :]
-
-
-def _row(digits: str) -> dict[str, str]:
-    return {"prompt": f"sort {digits}=", "response": "".join(sorted(digits))}
 
 
 def write_model(spec: SortDigitsSpec, path: Path) -> None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field
-
-
-def _suffix() -> str:
-    return secrets.token_hex(3)
+from functools import partial
 
 
 @dataclass(slots=True)
@@ -22,7 +19,7 @@ class EID:
     task: int | str = ""
     run: int = 0
     step: int = 0
-    suffix: str = field(default_factory=_suffix)
+    suffix: str = field(default_factory=partial(secrets.token_hex, 3))
 
     @property
     def uid(self) -> str:

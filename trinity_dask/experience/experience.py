@@ -98,7 +98,7 @@ class Experience:
         Raises:
             ValueError: an array's length does not fit, or the reward is no number.
         """
-        if not self.is_preference:
+        if self.chosen is None or self.rejected is None:
             self._check_response()
         if self.reward is not None and not np.isfinite(self.reward):
             raise ValueError(f"experience {self.eid}: its reward is {self.reward}, not a number")
@@ -129,7 +129,3 @@ class Experience:
     @property
     def response_length(self) -> int:
         return len(self.tokens) - self.prompt_length
-
-    @property
-    def is_preference(self) -> bool:
-        return self.chosen is not None and self.rejected is not None

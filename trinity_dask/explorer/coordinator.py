@@ -3,27 +3,32 @@
 Invariant: a batch is finalised once, whoever asks and however often; what was collected is
 kept until it is committed, so a failed pipeline or a full disk loses nothing but time. A
 train batch exists from its commit on, with accounts that balance: rows in = rows out + filtered.
+Operators see a whole batch, and the batch stays one table: what no step looks at is never
+converted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Optional
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from distributed import Client
 
 from trinity_dask.algorithm.table import resolve_algorithm
+from trinity_dask.buffer.data.taskset import SELECTOR_METRIC
 from trinity_dask.buffer.experience_buffer import ExperienceBuffer
-from trinity_dask.buffer.operators.pipeline import ExperiencePipeline
-from trinity_dask.config.schema import Config
-from trinity_dask.experience import PROMPT_TRUNCATED, RESPONSE_TRUNCATED
-from trinity_dask.experience.schema import decode
+from trinity_dask.buffer.operators.operators import OPERATORS
+from trinity_dask.config.schema import Config, OperatorConfig
+from trinity_dask.experience import PROMPT_TRUNCATED, RESPONSE_TRUNCATED, Experience
+from trinity_dask.experience.schema import SCHEMA, LazyRows, decode, group_codes
 from trinity_dask.explorer.batches import (
     EVAL,
     TRAIN,
@@ -37,11 +42,16 @@ from trinity_dask.explorer.batches import (
 from trinity_dask.explorer.metrics import batch_metrics, eval_batch_metrics
 from trinity_dask.explorer.schedule.scheduler import Scheduler
 from trinity_dask.explorer.schedule.tasks import BatchId, BatchResult, Counts
-from trinity_dask.registry import load_plugins
+from trinity_dask.registry import build, load_plugins
 from trinity_dask.workflows import Task
 
 log = logging.getLogger("trinity_dask.coordinator")
 
+Metrics = dict[str, Any]
+AdvantageFn = Callable[[list[Experience]], tuple[list[Experience], Metrics]]
+PREFIX = "experience_pipeline"
+# a cut answer is masked or punished, never both: punishing what is masked moves the others
+EXCLUSIVE = ("mask_response_truncated", "overlong_penalty")
 COMMIT_GRACE_S = 5.0
 TRUNCATED_ALARM = 0.5
 
@@ -67,7 +77,7 @@ class Coordinator:
         self.run_id = run_id
         self._buffer = buffer
         self._client = client
-        self._processing: Optional[Processing] = None
+        self._pipeline: Optional[ExperiencePipeline] = None
         self._scheduler: Optional[Scheduler] = None
         self._batches: dict[BatchId, Batch] = {}
         self._counts = Counts()
@@ -78,8 +88,8 @@ class Coordinator:
     async def prepare(self, slots: Optional[int] = None) -> None:
         """Build the pipeline (``bench`` has none), then start the scheduler with at most
         ``slots`` sub-tasks at a time (None: as many as the workers take). Idempotent."""
-        if self._processing is None and self.cfg.mode != "bench":
-            self._processing = Processing(self.cfg)
+        if self._pipeline is None and self.cfg.mode != "bench":
+            self._pipeline = ExperiencePipeline.from_config(self.cfg)
         if self._scheduler is None:
             self._scheduler = Scheduler(self.cfg, slots, self._client)
             await self._scheduler.start()
@@ -98,13 +108,13 @@ class Coordinator:
         return self._scheduler
 
     @property
-    def processing(self) -> Processing:
-        if self._processing is None:
+    def pipeline(self) -> ExperiencePipeline:
+        if self._pipeline is None:
             raise RuntimeError(
                 f"there is no experience pipeline in mode {self.cfg.mode!r}, or "
                 "Coordinator.prepare() was not called"
             )
-        return self._processing
+        return self._pipeline
 
     # batches --------------------------------------------------------------------------
     async def submit_batch(
@@ -226,13 +236,13 @@ class Coordinator:
                 f"no run of batch {batch.batch_id!r} succeeded ({counts.failed} failed, "
                 f"{counts.cancelled} cancelled); first error: {quoted}"
             )
-        process = self.processing.process
+        process = self.pipeline.process
         table, metrics, filtered = await asyncio.to_thread(process, collected.payloads)
         while await self._refilled(batch, table):
             assert batch.collected is not None
             collected = batch.collected
             table, metrics, filtered = await asyncio.to_thread(process, collected.payloads)
-        selector_metric = metrics.pop("selector_metric", None)
+        selector_metric = metrics.pop(SELECTOR_METRIC, None)
         if selector_metric and batch.feedback is not None:
             batch.feedback(selector_metric)
         if self.cfg.buffer.max_refill_batches:
@@ -358,58 +368,101 @@ def _joined(before: Optional[BatchResult], part: BatchResult) -> BatchResult:
     return replace(part, statuses=statuses, payloads=payloads)
 
 
-class Processing:
-    """From the payloads of a batch to the rows that are committed, with what they look like."""
+class ExperiencePipeline:
+    """Operators in the configured order, then the grouped advantage, over the experiences of one
+    batch. ``max_prompt_tokens`` is only quoted.
 
-    def __init__(self, cfg: Config) -> None:
-        self.cfg = cfg
+    Raises:
+        ValueError: an unknown operator or operator argument, with the nearest name, or
+            operators that exclude each other.
+    """
+
+    def __init__(
+        self,
+        operators: Sequence[OperatorConfig],
+        advantage_fn: Optional[AdvantageFn] = None,
+        max_prompt_tokens: Optional[int] = None,
+    ) -> None:
+        if {cfg.name for cfg in operators}.issuperset(EXCLUSIVE):
+            raise ValueError(
+                f"operators {' and '.join(EXCLUSIVE)} exclude each other: a cut answer is either "
+                "masked or punished; leave one of them out"
+            )
+        self._max_prompt_tokens = max_prompt_tokens
+        self._steps: list[tuple[str, AdvantageFn]] = []
+        for place, cfg in enumerate(operators):
+            used = sum(other.name == cfg.name for other in operators[:place])
+            label = f"{cfg.name}#{used + 1}" if used else cfg.name
+            operator = build(f"operator {cfg.name!r}", OPERATORS.get(cfg.name), cfg.args)
+            self._steps.append((label, operator.process))
+        if advantage_fn is not None:
+            self._steps.append(("advantage", advantage_fn))
+
+    @classmethod
+    def from_config(cls, cfg: Config) -> ExperiencePipeline:
         load_plugins(cfg.plugin_dirs)  # they may register a function of the algorithm
         spec = resolve_algorithm(asdict(cfg.algorithm))
-        in_trainer = getattr(spec, "advantage_in_trainer", False)
-        advantage_fn = None if in_trainer else spec.advantage_fn
-        self._pipeline = ExperiencePipeline(cfg.buffer.operators, advantage_fn)
+        advantage_fn = None if getattr(spec, "advantage_in_trainer", False) else spec.advantage_fn
+        return cls(cfg.buffer.operators, advantage_fn, cfg.model.max_prompt_tokens)
 
-    def process(self, payloads: Sequence[bytes]) -> tuple[pa.Table, dict[str, Any], int]:
-        """Rows to commit, metrics, rows filtered out. CPU work: it belongs in a thread.
+    def process(self, payloads: Sequence[bytes]) -> tuple[pa.Table, Metrics, int]:
+        """Table to commit, metrics (``experience_pipeline/...``, ``rollout/...``), and rows
+        filtered out. CPU work: it belongs in a thread.
+
+        The rows of a task are made to lie together. An operator's metrics carry its name,
+        so two operators never overwrite each other; ``selector_metric``, which is no
+        number, is passed on under its own name, several of them as one.
 
         Of a batch with no prompt that fitted no row is left.
 
         Raises:
-            RuntimeError: rows were lost in the pipeline.
+            ValueError: a step returned more rows than it got.
         """
+        started = time.perf_counter()
         # in the order of their tasks, whichever ended first: mini-batches depend on it
-        tables = sorted((decode(payload)[0] for payload in payloads), key=_first_run)
-        statistics = row_statistics(pa.concat_tables(tables)) if tables else {}
-        table, metrics, filtered = self._pipeline.process(tables)
-        produced = sum(t.num_rows for t in tables)
-        if produced != table.num_rows + filtered:
-            raise RuntimeError(
-                f"the pipeline got {produced} rows and returned {table.num_rows}, but says it "
-                f"filtered {filtered}"
-            )
-        truncated = statistics.get("rollout/truncated_share", 0.0)
-        if truncated > TRUNCATED_ALARM:
+        tables = [table for payload in payloads if (table := decode(payload)[0]).num_rows]
+        first = [(t["task"][0].as_py(), t["run"][0].as_py()) for t in tables]
+        # task 2 before task 10
+        order = sorted(range(len(tables)), key=lambda i: (len(first[i][0]), *first[i]))
+        table = pa.concat_tables(tables[i] for i in order) if tables else SCHEMA.empty_table()
+        codes = group_codes(table)
+        if np.any(np.diff(codes) < 0):  # a group's rows lie apart: stable, by first appearance
+            table = table.take(pa.array(np.argsort(codes, kind="stable")))
+        rows = LazyRows(table)
+        experiences = rows.experiences
+        metrics: Metrics = {**row_statistics(table)}
+        for label, step in self._steps:
+            before = len(experiences)
+            experiences, found = step(experiences)
+            if len(experiences) > before:
+                raise ValueError(
+                    f"pipeline step {label!r} returned {len(experiences)} of {before} "
+                    "experiences; a step may change or drop rows, not add them"
+                )
+            observed = found.pop(SELECTOR_METRIC, None)
+            if observed is not None:
+                metrics[SELECTOR_METRIC] = {**metrics.get(SELECTOR_METRIC, {}), **observed}
+            for key, value in found.items():
+                name = key if key.startswith("time/") else f"{PREFIX}/{label}/{key}"
+                metrics[name] = float(value)
+        result = rows.to_table(experiences)
+        metrics[f"{PREFIX}/experience_count"] = float(result.num_rows)
+        metrics[f"time/{PREFIX}"] = time.perf_counter() - started
+        if metrics.get("rollout/truncated_share", 0.0) > TRUNCATED_ALARM:
             log.warning(
                 "%.0f %% of the responses were cut at their maximal length; rewards of cut "
                 "answers say little. Raise model.max_response_tokens",
-                100 * truncated,
+                100 * metrics["rollout/truncated_share"],
             )
-        if statistics.get("rollout/prompt_truncated_share") == 1.0:
+        if metrics.get("rollout/prompt_truncated_share") == 1.0:
             log.warning(
                 "every prompt of the batch is longer than model.max_prompt_tokens = %s, so nothing "
                 "was sampled, and it is committed without rows; raise it (and "
                 "model.max_model_len), or shorten the prompts or the workflow's system prompt",
-                self.cfg.model.max_prompt_tokens,
+                self._max_prompt_tokens,
             )
-            table, filtered = table.slice(0, 0), filtered + table.num_rows
-        return table, {**metrics, **statistics}, filtered
-
-
-def _first_run(table: pa.Table) -> tuple[int, str, int]:
-    if table.num_rows == 0:
-        return 0, "", 0
-    task = table["task"][0].as_py()
-    return len(task), task, table["run"][0].as_py()  # task 2 before task 10
+            result = result.slice(0, 0)
+        return result, metrics, table.num_rows - result.num_rows
 
 
 def row_statistics(table: pa.Table, prefix: str = "rollout") -> dict[str, float]:

@@ -19,7 +19,6 @@ from typing import Any, Optional
 from trinity_dask.aio import ended
 from trinity_dask.buffer.experience_buffer import ExperienceBuffer
 from trinity_dask.buffer.store.manifest import Manifest
-from trinity_dask.config import job_dir
 from trinity_dask.config.schema import Config
 from trinity_dask.explorer.batches import (
     EVAL,
@@ -75,7 +74,7 @@ class ExploreLoop:
         self._buffer = buffer
         self._end_writes = end_writes or (buffer.close_writes if buffer is not None else None)
         self._signed = signature(cfg.mode, self.name)
-        self._state_file = job_dir.explorer_file(cfg)
+        self._state_file = f"{cfg.job_dir}/{cfg.explorer.name}_meta.json"  # how far it is
         self._reader: Optional[TasksetReader] = None
         self._stream: Optional[TaskStream] = None
         self._evals: Optional[Evaluations] = None
@@ -156,9 +155,11 @@ class ExploreLoop:
 
     async def _explore_steps(self) -> None:
         # first what an uninterrupted run had done between the last commit and the next step
-        boundary = self._last_boundary()
-        if boundary > 0:
-            await self.sync_weight(boundary)
+        cfg = self.cfg.synchronizer
+        past = self.step - cfg.sync_offset
+        meets = self._synchronizer is not None and cfg.sync_style != FULLY_ASYNC
+        if meets and past >= cfg.sync_interval and self.step > past % cfg.sync_interval:
+            await self.sync_weight(self.step - past % cfg.sync_interval)
         if self.step == 0:
             if self.cfg.explorer.eval_on_startup and self.evals.last[0] < 0:
                 await self.eval()
@@ -233,14 +234,6 @@ class ExploreLoop:
         if self._synchronizer is None:
             return False
         return await self._synchronizer.explorer_should_sync(self.name, self.step)
-
-    def _last_boundary(self) -> int:
-        cfg = self.cfg.synchronizer
-        past = self.step - cfg.sync_offset
-        alone = self._synchronizer is None or cfg.sync_style == FULLY_ASYNC
-        if alone or past < cfg.sync_interval:
-            return 0
-        return self.step - past % cfg.sync_interval
 
     async def sync_weight(self, boundary: Optional[int] = None, final: bool = False) -> int:
         """Drain, then wait for the trainer and take its weights; the engines' version.

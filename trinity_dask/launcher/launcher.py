@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("trinity_dask.launcher")
 
 
+# one launcher of this process at a time; made on its loop, not at import
+_preparing: Optional[asyncio.Lock] = None
+
+
 class Launcher:
     """Runs ``stages`` (each a validated config) under the lock of ``base_dir``."""
 
@@ -38,6 +42,8 @@ class Launcher:
         driver: Optional[dict[str, Any]] = None,
     ) -> None:
         self.stages = stages
+        self.job_dirs = [str(stage.job_dir) for stage in stages]
+        self._benches = stages[0].mode == "bench"
         self.base_dir = base_dir
         self.run_id = run_id
         self.driver = driver
@@ -70,17 +76,17 @@ class Launcher:
         if self._stage is not None:
             await self._stage.stop()
 
-    @property
-    def job_dirs(self) -> list[str]:
-        return [str(stage.job_dir) for stage in self.stages]
-
     # the job -------------------------------------------------------------------------
     async def _run(self) -> None:
         assert self._board is not None
         try:
             async with JobLock(self.base_dir, 20.0, self.driver, claims_of(self.stages)):
                 await self._run_stages()
-                await self._draw_curves()
+                if self.stages[0].monitor.curves and not self._benches:
+                    try:
+                        await asyncio.to_thread(write_curves, self.base_dir)
+                    except Exception:  # a picture must not fail a run
+                        log.exception("the curves could not be drawn")
             final = "interrupted" if self._stop_reason else "done"
             await self._board.update(state=final, message=self._stop_reason or "")
         except BaseException as error:
@@ -90,7 +96,10 @@ class Launcher:
                 raise
 
     async def _run_stages(self) -> None:
-        first = self._first_stage()
+        first = 0
+        if self.stages[0].continue_from_checkpoint and not self._benches:
+            meta = read_json(self._stage_file) or {}
+            first = int(meta.get("latest_stage", 0)) + bool(meta.get("finished", False))
         if first >= len(self.stages):
             return
         async with WarmUp(self.stages[first:]) as warm_up:
@@ -104,27 +113,9 @@ class Launcher:
                 if not self._stop_reason:
                     self._save_stage(index, finished=True)
 
-    @property
-    def _benches(self) -> bool:
-        return self.stages[0].mode == "bench"
-
     def _save_stage(self, index: int, finished: bool = False) -> None:
         if not self._benches:  # a benchmark leaves the job's state alone
             write_json(self._stage_file, {"latest_stage": index, "finished": finished})
-
-    async def _draw_curves(self) -> None:
-        if not self.stages[0].monitor.curves or self._benches:
-            return
-        try:
-            await asyncio.to_thread(write_curves, self.base_dir)
-        except Exception:  # a picture must not fail a run
-            log.exception("the curves could not be drawn")
-
-    def _first_stage(self) -> int:
-        if not self.stages[0].continue_from_checkpoint or self._benches:
-            return 0
-        meta = read_json(self._stage_file) or {}
-        return int(meta.get("latest_stage", 0)) + bool(meta.get("finished", False))
 
     async def _run_stage(self, index: int) -> None:
         assert self._board is not None
@@ -153,7 +144,9 @@ class Launcher:
         """Make what presets make themselves, then look at every stage's tasks: a missing
         column of the last stage must not wait until the first one is trained."""
         assert self._board is not None
-        async with _preparing():  # runs of one job make the same files
+        global _preparing
+        _preparing = _preparing or asyncio.Lock()
+        async with _preparing:  # runs of one job make the same files
             await self._prepare_inputs()
         for stage in self.stages:
             if modes.samples(stage.mode):
@@ -169,16 +162,6 @@ class Launcher:
                 )
                 prepare = load_object(stage.prepare)
                 await asyncio.to_thread(prepare, stage, **stage.prepare_args)
-
-
-_lock: Optional[asyncio.Lock] = None
-
-
-def _preparing() -> asyncio.Lock:
-    """One launcher of this process at a time. Made on its loop, not at import."""
-    global _lock
-    _lock = _lock or asyncio.Lock()
-    return _lock
 
 
 def _read_tasks(stage: Config) -> None:

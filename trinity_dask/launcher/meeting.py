@@ -132,7 +132,11 @@ class Meeting:
     def add(self, cfg: Config, member: str) -> None:
         if member in self._present:  # one that ended and left may come back
             raise CannotJoin(f"{member!r} of {self.job} is there already; give another name")
-        differing = sorted(self._differing(cfg))
+        differing = sorted(
+            f"{key}={value!r} here, {self._settings.get(key)!r} there"
+            for key, value in shared_settings(cfg)
+            if self._settings.get(key) != value
+        )
         if differing:
             raise CannotJoin(
                 f"{member!r} does not fit {self._owner!r} of {self.job}, which was there first: "
@@ -143,11 +147,6 @@ class Meeting:
         self._present.add(member)
         if member != TRAINER:
             self._writing.add(member)
-
-    def _differing(self, cfg: Config) -> Iterator[str]:
-        for key, value in shared_settings(cfg):
-            if self._settings.get(key) != value:
-                yield f"{key}={value!r} here, {self._settings.get(key)!r} there"
 
     async def leave(self, member: str, end: End) -> None:
         """``member`` is gone; the last one takes the shared parts with it."""
@@ -209,7 +208,10 @@ class Meeting:
         )
         end = self.members.get(TRAINER)
         if self.trainer is None or (end is not None and end.outcome != "done"):
-            raise PeerLost(f"the trainer of {self.job} {_past(end)}")
+            verbs = {"failed": "failed", "interrupted": "was interrupted", "done": "has ended"}
+            what = "is gone" if end is None else verbs[end.outcome]
+            what += f": {end.message}" if end is not None and end.message else ""
+            raise PeerLost(f"the trainer of {self.job} {what}")
         return self.trainer
 
     async def wait_explorer(self, timeout_s: float) -> None:
@@ -276,11 +278,3 @@ def shared_settings(cfg: Config) -> Iterator[tuple[str, Any]]:
             yield f"synchronizer.{key}", value
     for key, value in asdict(cfg.buffer.trainer_input.experience_buffer).items():
         yield f"buffer.trainer_input.experience_buffer.{key}", value
-
-
-def _past(end: Optional[End]) -> str:
-    """An end as the predicate of a sentence."""
-    if end is None:
-        return "is gone"
-    verb = {"failed": "failed", "interrupted": "was interrupted", "done": "has ended"}
-    return verb[end.outcome] + (f": {end.message}" if end.message else "")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
 from functools import partial
@@ -46,6 +46,7 @@ log = logging.getLogger("trinity_dask.stage")
 CLOSE_TIMEOUT_S = 60.0
 GONE_GRACE_S = 60.0
 BENCHMARK = "benchmark"  # a role
+Work = Sequence[Callable[[], Coroutine[Any, Any, Any]]]
 SETTLE_S = 10.0  # accounts of a job whose other side is at work
 
 
@@ -78,32 +79,27 @@ class StageRunner:
         self.coordinator: Optional[Coordinator] = None
         self.meeting: Optional[Meeting] = None
         self._stop = asyncio.Event()
+        groups = (cfg.cluster.trainer, cfg.cluster.rollout)
+        self._backend = "nccl" if any(group.gpus_per_worker for group in groups) else "gloo"
 
     async def run(self) -> None:
         """Run the stage to its end. Raises the first error of any part."""
         self.job_dir.mkdir(parents=True, exist_ok=True)
         self.cfg.model.model_path = stage_model_path(self.cfg, self.previous)
-        await asyncio.to_thread(self._save_config)
+        await asyncio.to_thread(save_config, self.cfg, config_file(self.cfg))
+        alone = self.cfg.mode == "explore" and not self.cfg.synchronizer.peer_timeout_s
+        if alone and not (self.job_dir / "config.yaml").exists():
+            await asyncio.to_thread(save_config, self.cfg, self.job_dir / "config.yaml")
         async with AsyncExitStack() as stack:
-            await self.build(stack)
+            work, guards = await self.build(stack)
             reporter = Reporter(self, self.board)
             stack.push_async_callback(reporter.close)
             reporter.start()
-            if self._stopping:
+            if self._stop.is_set():
                 await self.stop()
-            await self._run_parts(reporter)
+            await self._until_done(reporter, work, guards)
             await reporter.refresh()
             await self._check_accounts()
-
-    def _save_config(self) -> None:
-        save_config(self.cfg, config_file(self.cfg))
-        alone = self.cfg.mode == "explore" and not self.cfg.synchronizer.peer_timeout_s
-        if alone and not (self.job_dir / "config.yaml").exists():
-            save_config(self.cfg, self.job_dir / "config.yaml")
-
-    @property
-    def _stopping(self) -> bool:
-        return self._stop.is_set()
 
     async def stop(self) -> None:
         """End after the current train step, with the state saved."""
@@ -112,24 +108,25 @@ class StageRunner:
             if part is not None:
                 await part.stop()
 
-    async def build(self, stack: AsyncExitStack) -> None:
-        """Make the parts; ``stack`` takes them down."""
-        raise NotImplementedError
+    async def build(self, stack: AsyncExitStack) -> tuple[Work, Work]:
+        """Make the parts; ``stack`` takes them down.
 
-    async def _run_parts(self, reporter: Reporter) -> None:
+        Returns:
+            What is to be done, all of it; and what ends the stage by an error meanwhile.
+        """
         raise NotImplementedError
 
     async def _until_done(
         self,
         reporter: Reporter,
-        *work: Coroutine[Any, Any, Any],
-        guards: tuple[Coroutine[Any, Any, Any], ...] = (),
+        work: Work,
+        guards: Work,
     ) -> None:
         """Wait for all of ``work``; the first error (of it, of a guard, of the engines or of the
         accounts) ends the rest."""
-        parts = {asyncio.ensure_future(each) for each in work}
-        watched = (reporter.wait_failed(), *guards)
-        everything = parts | {asyncio.ensure_future(each) for each in watched}
+        parts = {asyncio.ensure_future(each()) for each in work}
+        watched = {asyncio.ensure_future(each()) for each in guards}
+        everything: set[asyncio.Future[Any]] = {*parts, *watched, asyncio.shield(reporter.failed)}
         if self.pool is not None:
             everything.add(asyncio.ensure_future(self.pool.wait_failed()))
         waiting = everything
@@ -165,22 +162,11 @@ class StageRunner:
             error: Optional[BaseException],
             trace: Optional[TracebackType],
         ) -> None:
-            await meeting.leave(member, end_of(error, self._stopping))
+            await meeting.leave(member, end_of(error, self._stop.is_set()))
 
         stack.push_async_exit(leave)
         self.meeting, self.buffer, self.synchronizer = meeting, meeting.buffer, meeting.synchronizer
         return meeting
-
-    def _make_trainer(self, stack: AsyncExitStack) -> Trainer:
-        self.trainer = Trainer(
-            self.cfg,
-            run_id=self.run_id,
-            buffer=self.buffer,
-            synchronizer=self.synchronizer,
-            monitor=self._monitor(stack, self.cfg.trainer.name),
-        )
-        stack.push_async_callback(bounded, self.trainer.close, "trainer")
-        return self.trainer
 
     def _attach_trainer(self) -> None:
         assert self.synchronizer is not None
@@ -209,12 +195,6 @@ class StageRunner:
         self.synchronizer.attach_explorer(name, self.pool, self._backend)
         leave = partial(self.synchronizer.detach_explorer, name)
         stack.push_async_callback(bounded, leave, "weight group")
-
-    @property
-    def _backend(self) -> str:
-        cluster = self.cfg.cluster
-        gpus = cluster.trainer.gpus_per_worker or cluster.rollout.gpus_per_worker
-        return "nccl" if gpus else "gloo"
 
     async def _make_explorer(
         self,
@@ -282,14 +262,18 @@ class BothStage(StageRunner):
     nothing but its validation, its sync method and the device that its workers share.
     """
 
-    async def build(self, stack: AsyncExitStack) -> None:
+    async def build(self, stack: AsyncExitStack) -> tuple[Work, Work]:
         await self.board.update(message="starting engines and trainer")
         store = self.cfg.buffer.trainer_input.experience_buffer
         self.buffer = await self._make_part(stack, ExperienceBuffer, store)
         self.synchronizer = synchronizer = await self._make_part(
             stack, Synchronizer, self.cfg.synchronizer, str(self.job_dir), self.run_id
         )
-        trainer = self._make_trainer(stack)
+        monitor = self._monitor(stack, self.cfg.trainer.name)
+        self.trainer = trainer = Trainer(
+            self.cfg, self.run_id, self.buffer, self.synchronizer, monitor
+        )
+        stack.push_async_callback(bounded, trainer.close, "trainer")
         pool = self._make_engines(stack)
         self._attach_trainer()
         self._attach_explorer(stack)
@@ -297,19 +281,15 @@ class BothStage(StageRunner):
         await self.board.update(message="sending the first weights")
         metrics = await synchronizer.initial_sync(trainer.step, trainer.progress)
         log.info("first weights: version %d, %s", trainer.step, metrics)
-        await self._make_explorer(stack, self.cfg.explorer.name)
+        explorer = await self._make_explorer(stack, self.cfg.explorer.name)
         await self.board.update(message="")
 
-    async def _run_parts(self, reporter: Reporter) -> None:
-        assert self.explorer is not None
-        await self._until_done(reporter, self._train(), self.explorer.explore())
+        async def train() -> None:
+            await trainer.train()
+            # nobody will consume further batches; the explorer only finishes its last eval
+            await explorer.finish()
 
-    async def _train(self) -> None:
-        assert self.trainer is not None
-        assert self.explorer is not None
-        await self.trainer.train()
-        # nobody will consume further batches; the explorer only finishes its last eval
-        await self.explorer.finish()
+        return [train, explorer.explore], []
 
 
 class ExploreStage(StageRunner):
@@ -320,12 +300,15 @@ class ExploreStage(StageRunner):
     interrupted this explorer does the same. Alone, batches are stored for a later trainer.
     """
 
-    async def build(self, stack: AsyncExitStack) -> None:
+    async def build(self, stack: AsyncExitStack) -> tuple[Work, Work]:
         if self.cfg.synchronizer.peer_timeout_s:
             await self._build_with_trainer(stack, self.cfg.synchronizer.peer_timeout_s)
         else:
             await self._build_alone(stack)
         await self.board.update(message="")
+        assert self.explorer is not None
+        guards = [] if self.meeting is None else [partial(self._follow_trainer, self.meeting)]
+        return [self.explorer.explore], guards
 
     async def _build_alone(self, stack: AsyncExitStack) -> None:
         await self.board.update(message="starting engines")
@@ -354,11 +337,6 @@ class ExploreStage(StageRunner):
         await self._make_explorer(stack, name, partial(meeting.writes_end, name))
         meeting.started(name)
 
-    async def _run_parts(self, reporter: Reporter) -> None:
-        assert self.explorer is not None
-        guards = () if self.meeting is None else (self._follow_trainer(self.meeting),)
-        await self._until_done(reporter, self.explorer.explore(), guards=guards)
-
     async def _follow_trainer(self, meeting: Meeting) -> None:
         """End with the trainer, the way it ended."""
         assert self.explorer is not None
@@ -378,21 +356,29 @@ class TrainStage(StageRunner):
     weights; it ends with them when the last one fails or is interrupted.
     """
 
-    async def build(self, stack: AsyncExitStack) -> None:
+    async def build(self, stack: AsyncExitStack) -> tuple[Work, Work]:
         await self.board.update(message="starting the trainer")
-        if not self.cfg.synchronizer.peer_timeout_s:
-            await self._make_trainer(stack).prepare()
-            await self.board.update(message="")
-            return
-        meeting = await self._meet(stack, TRAINER)
-        trainer = self._make_trainer(stack)
-        self._attach_trainer()
-        await trainer.prepare()
-        await meeting.synchronizer.trainer_joined(trainer.step, trainer.progress)
-        await meeting.trainer_is_ready(trainer)
-        await self.board.update(message=f"waiting for an explorer of {self.cfg.name}")
-        await self._wait_explorer(meeting)
+        meeting = None
+        if self.cfg.synchronizer.peer_timeout_s:
+            meeting = await self._meet(stack, TRAINER)
+        monitor = self._monitor(stack, self.cfg.trainer.name)
+        self.trainer = trainer = Trainer(
+            self.cfg, self.run_id, self.buffer, self.synchronizer, monitor
+        )
+        stack.push_async_callback(bounded, trainer.close, "trainer")
+        if meeting is None:
+            await trainer.prepare()
+        else:
+            self._attach_trainer()
+            await trainer.prepare()
+            await meeting.synchronizer.trainer_joined(trainer.step, trainer.progress)
+            await meeting.trainer_is_ready(trainer)
+            await self.board.update(message=f"waiting for an explorer of {self.cfg.name}")
+            await self._wait_explorer(meeting)
         await self.board.update(message="")
+        follows = meeting is not None and not self._stop.is_set()
+        guards = [partial(self._follow_explorers, meeting)] if meeting and follows else []
+        return [self._train], guards
 
     async def _wait_explorer(self, meeting: Meeting) -> None:
         """Until an explorer has joined, or this run is to stop. Raises PeerLost at the deadline."""
@@ -406,17 +392,12 @@ class TrainStage(StageRunner):
         finally:
             await ended({joined, stopped})
 
-    async def _run_parts(self, reporter: Reporter) -> None:
-        follows = self.meeting is not None and not self._stopping
-        guards = (self._follow_explorers(self.meeting),) if self.meeting and follows else ()
-        await self._until_done(reporter, self._train(), guards=guards)
-
     async def _train(self) -> None:
         assert self.trainer is not None
         await self.trainer.train()
         if self.meeting is None or not self.meeting.explorers:
             return
-        outcome = "interrupted" if self._stopping else "done"
+        outcome = "interrupted" if self._stop.is_set() else "done"
         await self.meeting.ended(TRAINER, End(outcome))
         await self.board.update(message="waiting for the explorers to end")
         evaluation_s = self.cfg.explorer.batch_timeout_s or self.cfg.explorer.max_timeout_s
@@ -439,18 +420,15 @@ class BenchStage(StageRunner):
     ``benchmark_config.yaml`` and metrics of the role ``benchmark``.
     """
 
-    async def build(self, stack: AsyncExitStack) -> None:
+    async def build(self, stack: AsyncExitStack) -> tuple[Work, Work]:
         await self.board.update(message="starting engines")
         self.cfg.explorer.name = BENCHMARK
         pool = self._make_engines(stack)
         await pool.start()
         await pool.mark_ready(pool.slots())
-        await self._make_explorer(stack, BENCHMARK)
+        explorer = await self._make_explorer(stack, BENCHMARK)
         await self.board.update(message="")
-
-    async def _run_parts(self, reporter: Reporter) -> None:
-        assert self.explorer is not None
-        await self._until_done(reporter, self.explorer.benchmark())
+        return [explorer.benchmark], []
 
 
 STAGES: dict[str, type[StageRunner]] = {

@@ -94,11 +94,8 @@ class Reporter:
         self._task: Optional[asyncio.Task[None]] = None
         self._unbalanced: Optional[Accounts] = None
         self._unbalanced_since = 0.0
-        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    async def wait_failed(self) -> None:
-        """Wait until the accounts are wrong for good, then raise. Never returns otherwise."""
-        await asyncio.shield(self._failed)
+        # fails when the accounts are wrong for good
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._loop())
@@ -116,23 +113,7 @@ class Reporter:
             await asyncio.sleep(PERIOD_S)
 
     async def refresh(self) -> None:
-        await self.board.update(**await self.snapshot())
-        accounts = await self.stage.accounts()
-        if accounts is not None:
-            await self.board.update(accounts=accounts.as_dict())
-            self._watch(accounts)
-
-    def _watch(self, accounts: Accounts) -> None:
-        now = asyncio.get_running_loop().time()
-        if not accounts.errors():
-            self._unbalanced = None
-        elif accounts != self._unbalanced:
-            self._unbalanced, self._unbalanced_since = accounts, now
-        elif now - self._unbalanced_since > IMBALANCE_S and not self._failed.done():
-            self._failed.set_exception(AccountsError("; ".join(accounts.errors())))
-
-    async def snapshot(self) -> dict[str, Any]:
-        """The status keys of the moment (see docs/architecture.md)."""
+        """Put the status keys of the moment (see docs/architecture.md) on the board."""
         stage, seen = self.stage, {}
         if stage.trainer is not None:
             seen.update(stage.trainer.status())
@@ -148,4 +129,17 @@ class Reporter:
             seen.update(stage.coordinator.status())
         if stage.pool is not None:
             seen["workers"] = {"engines": stage.pool.n_ready, "restarts": stage.pool.restarts}
-        return seen
+        await self.board.update(**seen)
+        accounts = await stage.accounts()
+        if accounts is not None:
+            await self.board.update(accounts=accounts.as_dict())
+            self._watch(accounts)
+
+    def _watch(self, accounts: Accounts) -> None:
+        now = asyncio.get_running_loop().time()
+        if not accounts.errors():
+            self._unbalanced = None
+        elif accounts != self._unbalanced:
+            self._unbalanced, self._unbalanced_since = accounts, now
+        elif now - self._unbalanced_since > IMBALANCE_S and not self.failed.done():
+            self.failed.set_exception(AccountsError("; ".join(accounts.errors())))

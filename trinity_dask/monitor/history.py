@@ -129,10 +129,3 @@ def merge(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             rows = {key: row for key, row in rows.items() if key[0] != role or key[1] <= step}
         rows.setdefault((role, step), {}).update(line)
     return [rows[key] for key in sorted(rows)]
-
-
-def last_incarnation(job_dir: Path, role: str) -> int:
-    """How many times ``role`` has logged into this job so far; 0 for a new job."""
-    path = metrics_path(job_dir)
-    lines, _ = read_lines(path) if path.exists() else ([], 0)
-    return max((line.get("incarnation", 0) for line in lines if line["role"] == role), default=0)

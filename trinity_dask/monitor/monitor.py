@@ -17,7 +17,7 @@ from typing import Any
 from trinity_dask.config.schema import MonitorConfig
 from trinity_dask.files import create_durably
 from trinity_dask.monitor import trackers  # noqa: F401  (registers its sinks)
-from trinity_dask.monitor.history import as_floats, last_incarnation
+from trinity_dask.monitor.history import as_floats, metrics_path, read_lines
 from trinity_dask.monitor.sinks import SINKS, BackgroundSink, Sink, SinkContext
 
 logger = logging.getLogger("trinity_dask.monitor")
@@ -82,12 +82,15 @@ class Monitor:
         self._sinks.clear()
 
     def _make_context(self, run_name: str, config: dict[str, Any]) -> SinkContext:
+        path = metrics_path(self._job_dir)
+        lines, _ = read_lines(path) if path.exists() else ([], 0)
+        before = [line.get("incarnation", 0) for line in lines if line["role"] == self._role]
         return SinkContext(
             job_dir=self._job_dir,
             role=self._role,
             run_name=run_name or self._job_dir.name,
             run_id=run_id(self._job_dir),
-            incarnation=last_incarnation(self._job_dir, self._role) + 1,
+            incarnation=max(before, default=0) + 1,
             config=config,
         )
 

@@ -118,17 +118,13 @@ def live_entries(client: Client, but: str = "") -> list[Entry]:
 def _state(client: Client, entry: Entry) -> Optional[str]:
     """The state of a live run, or None."""
     if entry["handle"] is None:  # not launched yet; it lives as long as its driver
-        known = client.run_on_scheduler(_clients)
+        known = client.run_on_scheduler(lambda dask_scheduler: list(dask_scheduler.clients))
         return "starting" if entry["client"] in known else None
     try:
         status = call(client, entry["handle"], "status", timeout=CALL_TIMEOUT_S)
     except (ActorLost, TimeoutError):
         return None
     return None if status["state"] in FINAL_STATES else str(status["state"])
-
-
-def _clients(dask_scheduler: Any) -> list[str]:
-    return list(dask_scheduler.clients)
 
 
 def member_of(cfg: Config) -> Optional[str]:

@@ -13,9 +13,9 @@ from typing import Any
 
 from trinity_dask.config import modes
 from trinity_dask.config.checks import train_tasksets
+from trinity_dask.config.compose import split_stages
 from trinity_dask.config.errors import ConfigError, raise_if
 from trinity_dask.config.schema import Config, TasksetConfig
-from trinity_dask.config.stages import split_stages
 
 
 def check_names(config: Config) -> None:
@@ -43,15 +43,12 @@ def check_start_model(stages: list[Config]) -> None:
         return
     try:
         check_model_dir(first.model.model_path)
-        if any(_samples_on_cpu_with_vllm(stage) for stage in stages):
+        on_cpu = [stage for stage in stages if not stage.cluster.rollout.gpus_per_worker]
+        sampling = [stage.explorer.rollout_model for stage in on_cpu if stage.mode != "train"]
+        if any(model.engine_type == "vllm" for model in sampling):
             check_vllm_cpu_head_size(first.model.model_path)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-
-
-def _samples_on_cpu_with_vllm(stage: Config) -> bool:
-    vllm = stage.explorer.rollout_model.engine_type == "vllm"
-    return vllm and stage.mode != "train" and not stage.cluster.rollout.gpus_per_worker
 
 
 def _stage_problems(stage: Config) -> Iterator[str]:

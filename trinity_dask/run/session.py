@@ -67,6 +67,7 @@ class Run:
             validate(self.cfg)
             check_names(self.cfg)
         self.stages = split_stages(self.cfg)
+        self.job_dirs = [str(stage.job_dir) for stage in self.stages]
         self.run_id = f"{self.cfg.name}-{uuid.uuid4().hex[:6]}"
         self.base_dir = str(self.cfg.job_dir)
         self._given_client = client
@@ -140,10 +141,6 @@ class Run:
     def dashboard_link(self) -> Optional[str]:
         return self._cluster.dashboard_link if self._cluster is not None else None
 
-    @property
-    def job_dirs(self) -> list[str]:
-        return [str(stage.job_dir) for stage in self.stages]
-
     def scale(self, group: str, n_workers: int) -> None:
         """Have ``n_workers`` rollout (or runner) workers from now on, in a cluster that this
         run has started. Returns when the workers are there; their engines join by themselves.
@@ -207,7 +204,7 @@ class Run:
         run.run_id, run._owner = entry["run_id"], False
         run._handle = entry["handle"]
         run._set(**run._call("status", 0, 0.0))
-        run._thread = threading.Thread(target=run._watch_guarded, name="trinity-watch", daemon=True)
+        run._thread = threading.Thread(target=run._watch, name="trinity-watch", daemon=True)
         run._thread.start()
         return run
 
@@ -226,7 +223,7 @@ class Run:
                 self._withdraw(self._announced)
             self._end("failed", f"{type(error).__name__}: {error}")
             return
-        self._watch_guarded()
+        self._watch()
 
     def _open(self) -> None:
         wait_unlocked(self.base_dir, LOCK_WAIT_S, claims_of(self.stages))
@@ -262,36 +259,30 @@ class Run:
         if self._stop_reason is not None:
             self._call("stop", self._stop_reason)
 
-    def _watch_guarded(self) -> None:
-        try:
-            self._watch()
-        except BaseException as error:
-            self._end("failed", f"{type(error).__name__}: {error}")
-
     def _watch(self) -> None:
         silent = 0
-        while not self._ended.is_set():
-            try:
-                seen = int(self._status["version"])
-                status = self._call("status", seen, POLL_S)
-            except ActorLost as error:
-                self._lost(error)
-                continue
-            except TimeoutError as error:
-                silent += 1
-                self._unanswered(error, silent)
-                continue
-            silent = 0
-            self._set(**status)
-            if status["state"] in FINAL_STATES:
-                self._end(status["state"], status.get("message", ""))
-
-    def _unanswered(self, error: BaseException, times: int) -> None:
-        """Busy, stopped, or we were suspended: ask again, but not for ever."""
-        log.warning("the control worker does not answer (%s)", error)
-        self._set(message="the control worker does not answer")
-        if times >= MAX_UNANSWERED:
-            self._end("failed", f"the control worker does not answer: {error}")
+        try:
+            while not self._ended.is_set():
+                try:
+                    seen = int(self._status["version"])
+                    status = self._call("status", seen, POLL_S)
+                except ActorLost as error:
+                    self._lost(error)
+                    continue
+                except TimeoutError as error:
+                    # busy, stopped, or we were suspended: ask again, but not for ever
+                    silent += 1
+                    log.warning("the control worker does not answer (%s)", error)
+                    self._set(message="the control worker does not answer")
+                    if silent >= MAX_UNANSWERED:
+                        self._end("failed", f"the control worker does not answer: {error}")
+                    continue
+                silent = 0
+                self._set(**status)
+                if status["state"] in FINAL_STATES:
+                    self._end(status["state"], status.get("message", ""))
+        except BaseException as error:
+            self._end("failed", f"{type(error).__name__}: {error}")
 
     def _lost(self, error: BaseException) -> None:
         """The control worker died: its state is on disk, so start the launcher again."""

@@ -65,7 +65,21 @@ class SimpleWorkflow(Workflow):
         """
         experiences = await self.sample(self.repeat_times)
         scores = await self.score(experiences)
-        return self._label(experiences, scores)
+        kept: list[Experience] = []
+        errors: list[BaseException] = []
+        for run, (experience, score) in enumerate(zip(experiences, scores, strict=True)):
+            experience.eid.run = self.run_id_base + run
+            if experience.truncate_status == PROMPT_TRUNCATED:
+                score = {"reward": 0.0}  # nothing was sampled; the row is masked
+            if isinstance(score, Exception):
+                errors.append(score)
+                continue
+            experience.reward = sum(score.values())
+            experience.metrics = {**score, "reward": experience.reward}
+            kept.append(experience)
+        if errors:
+            raise PartialGroupError(kept, errors)
+        return kept
 
     async def sample(self, n: int) -> list[Experience]:
         """``n`` answers to the task's prompt."""
@@ -105,23 +119,6 @@ class SimpleWorkflow(Workflow):
             "tokens": tokens,
             "raw_task": self.task.raw_task,
         }
-
-    def _label(self, experiences: list[Experience], scores: list[Score]) -> list[Experience]:
-        kept: list[Experience] = []
-        errors: list[BaseException] = []
-        for run, (experience, score) in enumerate(zip(experiences, scores, strict=True)):
-            experience.eid.run = self.run_id_base + run
-            if experience.truncate_status == PROMPT_TRUNCATED:
-                score = {"reward": 0.0}  # nothing was sampled; the row is masked
-            if isinstance(score, Exception):
-                errors.append(score)
-                continue
-            experience.reward = sum(score.values())
-            experience.metrics = {**score, "reward": experience.reward}
-            kept.append(experience)
-        if errors:
-            raise PartialGroupError(kept, errors)
-        return kept
 
 
 class MathWorkflow(SimpleWorkflow):

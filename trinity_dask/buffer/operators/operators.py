@@ -34,14 +34,15 @@ def is_valid(reward: float | None) -> bool:
     return reward is not None and not math.isnan(reward)
 
 
-def _teaches(exp: Experience, outcome: float | None) -> bool:
-    """Whether a row has an outcome and a token to learn: others have no say about a group."""
-    return is_valid(outcome) and bool(exp.action_mask is not None and exp.action_mask.any())
-
-
 def _of_runs(outcomes: Sequence[tuple[Experience, float | None]]) -> Rewards:
-    """The outcomes that have a say about their group, by run: each run counts once."""
-    counted = [(float(o), e.eid.rid) for e, o in outcomes if o is not None and _teaches(e, o)]
+    """The outcomes that have a say about their group, by run: each run counts once. A row
+    without an outcome, or without a token to learn, has none."""
+    counted = [
+        (float(outcome), exp.eid.rid)
+        for exp, outcome in outcomes
+        if outcome is not None and is_valid(outcome)
+        if exp.action_mask is not None and exp.action_mask.any()
+    ]
     return Rewards([outcome for outcome, _ in counted], [run for _, run in counted])
 
 

@@ -26,7 +26,11 @@ from trinity_dask.config.schema import Config
 from trinity_dask.experience import Experience
 from trinity_dask.experience.schema import encode
 from trinity_dask.explorer.rollout.user_code import as_run_error, recallable
-from trinity_dask.explorer.rollout.workflow_runner import WorkflowRunner, workflow_class
+from trinity_dask.explorer.rollout.workflow_runner import (
+    WorkflowRunner,
+    header_of,
+    workflow_class,
+)
 from trinity_dask.explorer.schedule.tasks import AttemptOutcome
 from trinity_dask.models.actor.actor import ready_engine
 from trinity_dask.models.actor.remote import RemoteEngine, engine_slots
@@ -118,7 +122,7 @@ async def run_subtask(spec: SubTaskSpec) -> bytes:
         runner = await _runner_for(spec)
     except (LoadError, ValueError) as error:  # a wrong plugin, reward or tokenizer path
         lost = AttemptOutcome.all_failed(spec.repeat_times, as_run_error(error), retryable=False)
-        return encode([], lost.to_header())
+        return encode([], header_of(lost))
     with recallable(spec.key):
         _, payload = await runner.run_task(
             spec.task,
@@ -148,13 +152,6 @@ async def warm_up(settings: RunnerSettings) -> None:
 # runner is made anew and the old one is dropped with its engine.
 _runners: dict[tuple[Any, str], tuple[Any, asyncio.Future[WorkflowRunner]]] = {}
 _remote: dict[str, RemoteEngine] = {}
-
-
-def local_runner_states() -> list[dict[str, Any]]:
-    """The state of every lane of this process."""
-    ready = [f for _, f in _runners.values() if f.done() and not f.cancelled()]
-    runners = [f.result() for f in ready if f.exception() is None]
-    return [state for runner in runners for state in runner.get_runner_state()]
 
 
 async def _runner_for(spec: SubTaskSpec) -> WorkflowRunner:
@@ -220,7 +217,13 @@ async def _build_runner(engine: Any, settings: RunnerSettings) -> WorkflowRunner
             request_seed=settings.request_seed,
         )
 
-    add_report("runners", local_runner_states)
+    def states() -> list[dict[str, Any]]:
+        """The state of every lane of this process."""
+        ready = [f for _, f in _runners.values() if f.done() and not f.cancelled()]
+        runners = [f.result() for f in ready if f.exception() is None]
+        return [state for runner in runners for state in runner.get_runner_state()]
+
+    add_report("runners", states)
     make_model({})  # a wrong configuration shows before the first task
     return WorkflowRunner(make_model, settings.concurrent_mode, name=_worker_name())
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Optional
@@ -20,7 +20,7 @@ from trinity_dask.cluster.loop_watch import Interrupted, current_watch, no_exit,
 from trinity_dask.config.fields import choices_of
 from trinity_dask.config.schema import ExplorerConfig
 from trinity_dask.experience import Experience
-from trinity_dask.experience.schema import encode
+from trinity_dask.experience.schema import encode, peek_header
 from trinity_dask.explorer.metrics import TIME_RUN, reduce_metrics
 from trinity_dask.explorer.rollout.lanes import Lane, Lanes
 from trinity_dask.explorer.rollout.user_code import (
@@ -78,18 +78,13 @@ class Attempt:
 
 @dataclass
 class Runs:
-    """What several runs came to: a metrics dict per completed run, an error per failed one."""
+    """What several runs came to: experiences and metrics of each completed one, an error of each
+    failed one; ``baseline`` is the reward of the greedy run beside them."""
 
-    experiences: list[Experience] = field(default_factory=list)
-    metrics: list[dict[str, float]] = field(default_factory=list)
+    completed: list[tuple[list[Experience], dict[str, float]]] = field(default_factory=list)
     errors: list[RunError] = field(default_factory=list)
     retryable: bool = True
-
-    def add(self, experiences: Sequence[Experience], seconds: float) -> None:
-        """One successful run."""
-        self.experiences += experiences
-        reduced = reduce_metrics(e.metrics or {} for e in experiences)
-        self.metrics.append({**reduced, TIME_RUN: seconds})
+    baseline: Optional[float] = None
 
 
 class WorkflowRunner:
@@ -147,7 +142,8 @@ class WorkflowRunner:
             compared = task.greedy_baseline and not task.is_eval
             runs = await (self._with_baseline(attempt) if compared else self._all_runs(attempt))
             of_model, state = lane.versions(), lane.state()
-        for experience in runs.experiences:
+        experiences = [e for found, _ in runs.completed for e in found]
+        for experience in experiences:
             eid, versions = experience.eid, of_model
             eid.batch, eid.task = batch_id, eid.task if eid.task != "" else task.task_id
             experience.metrics = experience.metrics or {}
@@ -157,6 +153,10 @@ class WorkflowRunner:
                 first, last = versions
                 experience.info |= {"model_version": first, "model_version_drift": last - first}
             experience.info |= {"use_count": 0, "task_index": task.index}
+        metrics = [metrics for _, metrics in runs.completed]
+        if runs.baseline is not None:
+            for holder in (*(e.info for e in experiences), *metrics):
+                holder[BASELINE] = runs.baseline
         seconds, watch = time.monotonic() - started, current_watch()
         facts = {
             **state,
@@ -167,9 +167,9 @@ class WorkflowRunner:
         message, completed = None, n - len(runs.errors)
         if runs.errors:
             message = f"{completed}/{n} runs completed successfully; first error: {runs.errors[0]}"
-        status = Status(completed, n, runs.metrics, message)
+        status = Status(completed, n, metrics, message)
         outcome = AttemptOutcome(status, tuple(runs.errors), seconds, runs.retryable, facts)
-        return status, encode([] if task.is_eval else runs.experiences, outcome.to_header())
+        return status, encode([] if task.is_eval else experiences, header_of(outcome))
 
     def get_runner_state(self) -> list[dict[str, Any]]:
         """One row per lane (Trinity-RFT's runner) that has run something, its last or present
@@ -200,12 +200,11 @@ class WorkflowRunner:
         runs, greedy = (job.result() for job in jobs)
         if greedy.errors:
             return Runs(errors=[greedy.errors[0]] * attempt.n, retryable=greedy.retryable)
-        reward = greedy.experiences[-1].reward
+        reward = greedy.completed[-1][0][-1].reward
         if reward is None:
             error = RunError("ValueError", "the greedy baseline run came back without a reward")
             return Runs(errors=[error] * attempt.n)
-        for holder in (*(e.info for e in runs.experiences), *runs.metrics):
-            holder[BASELINE] = float(reward)
+        runs.baseline = float(reward)
         return runs
 
     async def _all_runs(self, attempt: Attempt) -> Runs:
@@ -222,10 +221,17 @@ class WorkflowRunner:
 
     async def _workflow_class(self, task: Task) -> type[Workflow]:
         """The task's workflow class. User code is imported in a thread: that may take long."""
+
+        def load() -> type[Workflow]:
+            if task.reward_fn is not None:
+                with suppress(LoadError):  # said when the workflow asks for it
+                    REWARD_FUNCTIONS.get(task.reward_fn)
+            return workflow_class(task.workflow)
+
         key = (task.workflow, task.reward_fn)
         if key not in self._classes:
             try:
-                cls = await asyncio.to_thread(_import_code, *key)
+                cls = await asyncio.to_thread(load)
             except LoadError:  # a few libraries can be imported in a main thread only
                 cls = workflow_class(task.workflow)
             self._classes[key] = cls
@@ -266,7 +272,8 @@ class WorkflowRunner:
             )
         seconds = time.monotonic() - started
         for run in numbers:
-            runs.add(by_run[run], seconds)
+            reduced = reduce_metrics(e.metrics or {} for e in by_run[run])
+            runs.completed.append((by_run[run], {**reduced, TIME_RUN: seconds}))
         lost = n - len(numbers) - len(runs.errors)
         if lost > 0:
             message = (
@@ -283,7 +290,8 @@ class WorkflowRunner:
             try:
                 if index and attempt.left_s == 0:
                     raise TimeoutError("not started: the time of its attempt was over")
-                runs.add(*await until_recalled(self._single(cls, attempt, attempt.base + index)))
+                single = self._single(cls, attempt, attempt.base + index)
+                runs.completed.append(await until_recalled(single))
             except Exception as error:  # a failed run is data
                 runs.errors.append(as_run_error(error))
                 if not attempt.partial:
@@ -311,35 +319,64 @@ class WorkflowRunner:
                     raise SiblingFailed("given up: another run of its group failed")
                 if child.cancelled():
                     raise RunCancelled(f"{attempt.task.workflow} was cancelled from within")
-                runs.add(*child.result())
+                runs.completed.append(child.result())
             except Exception as error:  # a failed run is data
                 runs.errors.append(as_run_error(error))
         return runs
 
     async def _single(
         self, cls: type[Workflow], attempt: Attempt, run: int
-    ) -> tuple[list[Experience], float]:
-        """Experiences and seconds of one run."""
+    ) -> tuple[list[Experience], dict[str, float]]:
+        """Experiences and metrics of one run."""
         started = time.monotonic()
         workflow = self._take(cls, attempt, run)
         found = await self._call(workflow, attempt)
         self._give_back(workflow)
         for experience in found:
             experience.eid.run = run
-        return found, time.monotonic() - started
+        reduced = reduce_metrics(e.metrics or {} for e in found)
+        return found, {**reduced, TIME_RUN: time.monotonic() - started}
 
     async def _call(self, workflow: Workflow, attempt: Attempt) -> list[Experience]:
-        """One run of one instance, where it may block without harm."""
-        left = attempt.left_s
+        """One run of one instance, where it may block without harm.
+
+        Raises:
+            TimeoutError: it was not done at the deadline, and was cancelled or is left alone.
+            LoopBlocked: the same, and it had to be interrupted, because it did not await.
+            RunCancelled: it cancelled itself.
+            Exception: whatever it raised, or what :func:`checked_experiences` says.
+        """
+        left, what = attempt.left_s, f"workflow {attempt.task.workflow}"
         workflow.time_limit_s = left
-        name = f"workflow {attempt.task.workflow}"
         if not workflow.is_async:
-            value = await run_in_thread(workflow.run, timeout_s=left, name=name)
-        elif self._mode == "multi-threading" and not workflow.can_repeat:
-            value = await run_async_in_thread(workflow, timeout_s=left, name=name)
-        else:
-            value = await run_bounded(workflow.run_async, left, name)
-        return checked_experiences(value, attempt.task)
+            value = await run_in_thread(workflow.run, timeout_s=left, name=what)
+            return checked_experiences(value, attempt.task)
+        if self._mode == "multi-threading" and not workflow.can_repeat:
+            value = await run_async_in_thread(workflow, timeout_s=left, name=what)
+            return checked_experiences(value, attempt.task)
+
+        async def run() -> Any:
+            return await workflow.run_async()  # the call itself is user code, too
+
+        child = user_task(run(), None if left is None else time.monotonic() + left, what)
+        try:
+            done, _ = await asyncio.wait({child}, timeout=left)
+        except asyncio.CancelledError:
+            await stop([child])
+            raise
+        if not done:
+            await stop([child])
+            raise TimeoutError(f"{what} did not return within {left:g} s")
+        if child.cancelled():
+            raise RunCancelled(f"{what} was cancelled from within")
+        try:
+            return checked_experiences(child.result(), attempt.task)
+        except Interrupted:
+            raise LoopBlocked(
+                f"{what} held the event loop without an await and was interrupted at its deadline;"
+                " blocking code belongs into a thread (asyncio.to_thread) or into a workflow that "
+                "is not async"
+            ) from None
 
     # instances ------------------------------------------------------------------------
     def _take(self, cls: type[Workflow], attempt: Attempt, run: int) -> Workflow:
@@ -363,42 +400,6 @@ class WorkflowRunner:
             idle.append(workflow)
 
 
-async def run_bounded(
-    work: Callable[[], Awaitable[Any]], timeout_s: Optional[float], what: str
-) -> Any:
-    """What ``await work()`` gives, or raised. The call itself is user code, too.
-
-    Raises:
-        TimeoutError: not done after ``timeout_s``; ``work`` was cancelled.
-        LoopBlocked: the same, and it had to be interrupted, because it did not await.
-        RunCancelled: ``work`` cancelled itself.
-    """
-
-    async def run() -> Any:
-        return await work()
-
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    child = user_task(run(), deadline, what)
-    try:
-        done, _ = await asyncio.wait({child}, timeout=timeout_s)
-    except asyncio.CancelledError:
-        await stop([child])
-        raise
-    if not done:
-        await stop([child])
-        raise TimeoutError(f"{what} did not return within {timeout_s:g} s")
-    if child.cancelled():
-        raise RunCancelled(f"{what} was cancelled from within")
-    try:
-        return child.result()
-    except Interrupted:
-        raise LoopBlocked(
-            f"{what} held the event loop without an await and was interrupted at its deadline; "
-            "blocking code belongs into a thread (asyncio.to_thread) or into a workflow that is "
-            "not async"
-        ) from None
-
-
 def checked_experiences(value: Any, task: Task, allow_empty: bool = False) -> list[Experience]:
     """``value`` if it is what a workflow must return. Raises TypeError or ValueError."""
     what = f"workflow {task.workflow!r} returned"
@@ -417,16 +418,43 @@ def checked_experiences(value: Any, task: Task, allow_empty: bool = False) -> li
     return value
 
 
-def _import_code(workflow: str, reward_fn: Optional[str]) -> type[Workflow]:
-    if reward_fn is not None:
-        with suppress(LoadError):  # said when the workflow asks for it
-            REWARD_FUNCTIONS.get(reward_fn)
-    return workflow_class(workflow)
-
-
 def workflow_class(name: str) -> type[Workflow]:
     """The workflow class that ``name`` means. Raises LoadError when there is none."""
     cls = WORKFLOWS.get(name)
     if not (isinstance(cls, type) and issubclass(cls, Workflow)):
         raise LoadError(f"workflow {name!r} is {cls!r}, not a subclass of Workflow")
     return cls
+
+
+# the outcome in the header of a payload -------------------------------------------------
+def header_of(outcome: AttemptOutcome) -> dict[str, Any]:
+    """As JSON-able values, for :func:`~trinity_dask.experience.schema.encode`."""
+    status = outcome.status
+    return {
+        "completed_runs": status.completed_runs,
+        "total_runs": status.total_runs,
+        "metrics": status.metrics,
+        "message": status.message,
+        "errors": [[e.type, e.message, e.traceback] for e in outcome.errors],
+        "seconds": outcome.seconds,
+        "retryable": outcome.retryable,
+        "runner": outcome.runner,
+    }
+
+
+def outcome_of(payload: bytes) -> AttemptOutcome:
+    """The outcome in a payload's header; the rows are not touched.
+
+    Raises:
+        ValueError: ``payload`` is none, or not of an attempt.
+    """
+    header = peek_header(payload)
+    try:
+        status = Status(
+            *(header[k] for k in ("completed_runs", "total_runs", "metrics", "message"))
+        )
+        errors = tuple(RunError(*error) for error in header["errors"])
+        more = header["seconds"], header["retryable"], header.get("runner", {})
+    except KeyError as error:
+        raise ValueError(f"not the payload of a sub-task: {error!r}") from error
+    return AttemptOutcome(status, errors, *more)

@@ -31,15 +31,15 @@ class Pending:
     def count(self, group: str) -> int:
         return self._counts[group]
 
-    def add_batch(self, batch_id: BatchId) -> None:
-        self._queues[batch_id] = defaultdict(deque)
-        insort(self._order, (sort_batch_id(batch_id), next(self._arrivals), batch_id))
-
     def batches(self) -> Iterator[BatchId]:
         """Known batches in order."""
         return (batch_id for _, _, batch_id in self._order)
 
     def extend(self, batch_id: BatchId, sub_tasks: Iterable[SubTask], group: str) -> None:
+        """A batch that is new takes its place in the order."""
+        if batch_id not in self._queues:
+            self._queues[batch_id] = defaultdict(deque)
+            insort(self._order, (sort_batch_id(batch_id), next(self._arrivals), batch_id))
         queue = self._queues[batch_id][group]
         for sub_task in sub_tasks:
             sub_task.group = group

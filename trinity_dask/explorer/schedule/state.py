@@ -88,7 +88,6 @@ class SchedulerState:
         batch = self.batches.get(batch_id)
         if batch is None:
             batch = self.batches[batch_id] = BatchState(batch_id, tasks[0].is_eval)
-            self.pending.add_batch(batch_id)
         for task in tasks:
             number, n = len(batch.tasks), task.repeat_times
             scheduled = ScheduledTask(task, batch_id, number, n, batch.is_eval)
@@ -166,7 +165,8 @@ class SchedulerState:
             attempt = self.running.get(attempt_id)
             if attempt is not None and not attempt.ended:
                 attempt.started = now
-                self._set_deadline(attempt_id, attempt)
+                due = now + attempt.timeout_s + self.policy.attempt_slack_s
+                self._deadlines.set(attempt_id, due)
         return []
 
     def ended(self, attempt_ids: Iterable[int], now: float) -> list[Instruction]:
@@ -203,7 +203,8 @@ class SchedulerState:
         attempt = self._out(attempt_id)
         if attempt is None:
             return []
-        instructions = self._lost(attempt.sub_task, error)
+        lost = AttemptOutcome.all_failed(attempt.sub_task.repeat_times, error)
+        instructions = self._conclude(attempt.sub_task, lost, None)
         return [*self._fill(now), *instructions]
 
     # events: workers ------------------------------------------------------------------
@@ -223,7 +224,8 @@ class SchedulerState:
             sub_task = self.running[attempt_id].sub_task
             self._out(attempt_id)
             error = RunError(WORKER_LOST, f"the worker of {name} died")
-            instructions += [Cancel(attempt_id), *self._lost(sub_task, error)]
+            lost = AttemptOutcome.all_failed(sub_task.repeat_times, error)
+            instructions += [Cancel(attempt_id), *self._conclude(sub_task, lost, None)]
         return [*instructions, *self._fill(now)]
 
     def set_limit(self, limit: Optional[int], now: float) -> list[Instruction]:
@@ -247,7 +249,9 @@ class SchedulerState:
                 instructions.append(Cancel(attempt_id))
                 if self._may_block(attempt):
                     instructions += self._restart(attempt.worker)
-                instructions += self._lost(attempt.sub_task, RunError(ATTEMPT_TIMEOUT, what))
+                error = RunError(ATTEMPT_TIMEOUT, what)
+                lost = AttemptOutcome.all_failed(attempt.sub_task.repeat_times, error)
+                instructions += self._conclude(attempt.sub_task, lost, None)
         return [*instructions, *self._fill(now)]
 
     def next_deadline(self) -> Optional[float]:
@@ -312,29 +316,24 @@ class SchedulerState:
                 room -= 1
         # the time of the first batch in order runs, whether anything of it runs or not
         for batch_id in self.pending.batches():
-            if not self.batches[batch_id].complete:
-                self._start_clock(self.batches[batch_id], now)
+            batch = self.batches[batch_id]
+            if not batch.complete:
+                if batch.deadline is None:
+                    batch.deadline = now + self.policy.batch_timeout_s
                 break
         return instructions
-
-    def _start_clock(self, batch: BatchState, now: float) -> None:
-        if batch.deadline is None:
-            batch.deadline = now + self.policy.batch_timeout_s
 
     def _start(self, sub_task: SubTask, worker: str, now: float) -> Submit:
         attempt_id = next(self._attempt_ids)
         sub_task.attempts += 1
         batch = self.batches[sub_task.task.batch_id]
-        self._start_clock(batch, now)
+        if batch.deadline is None:
+            batch.deadline = now + self.policy.batch_timeout_s
         limit = self.pace.limit_s(batch.is_eval)
         lane = self.workers[worker].take(now)
-        attempt = self.running[attempt_id] = RunningAttempt(sub_task, worker, lane, now, limit)
-        self._set_deadline(attempt_id, attempt)
+        self.running[attempt_id] = RunningAttempt(sub_task, worker, lane, now, limit)
+        self._deadlines.set(attempt_id, now + limit + self.policy.attempt_slack_s)
         return Submit(attempt_id, sub_task, worker, lane, limit)
-
-    def _set_deadline(self, attempt_id: int, attempt: RunningAttempt) -> None:
-        due = attempt.started + attempt.timeout_s + self.policy.attempt_slack_s
-        self._deadlines.set(attempt_id, due)
 
     # ending ---------------------------------------------------------------------------
     def _out(self, attempt_id: int) -> Optional[RunningAttempt]:
@@ -348,11 +347,6 @@ class SchedulerState:
     def _on(self, worker: str) -> list[int]:
         """Attempts on a worker, last first, so that they queue up in their order."""
         return [a for a, attempt in reversed(self.running.items()) if attempt.worker == worker]
-
-    def _lost(self, sub_task: SubTask, error: RunError) -> list[Instruction]:
-        """An attempt, off the books already, came back with nothing."""
-        lost = AttemptOutcome.all_failed(sub_task.repeat_times, error)
-        return self._conclude(sub_task, lost, None)
 
     def _conclude(
         self, sub_task: SubTask, outcome: AttemptOutcome, payload: Optional[bytes]

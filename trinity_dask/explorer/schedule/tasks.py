@@ -13,8 +13,6 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, Optional
 
-from trinity_dask.experience.schema import peek_header
-
 BatchId = int | str
 
 
@@ -76,37 +74,6 @@ class AttemptOutcome:
     seconds: float = 0.0
     retryable: bool = True
     runner: dict[str, Any] = field(default_factory=dict)
-
-    def to_header(self) -> dict[str, Any]:
-        """As JSON-able values, for a payload header."""
-        return {
-            "completed_runs": self.status.completed_runs,
-            "total_runs": self.status.total_runs,
-            "metrics": self.status.metrics,
-            "message": self.status.message,
-            "errors": [[e.type, e.message, e.traceback] for e in self.errors],
-            "seconds": self.seconds,
-            "retryable": self.retryable,
-            "runner": self.runner,
-        }
-
-    @classmethod
-    def of_payload(cls, payload: bytes) -> AttemptOutcome:
-        """The outcome in a payload's header; the rows are not touched.
-
-        Raises:
-            ValueError: ``payload`` is none, or not of an attempt.
-        """
-        header = peek_header(payload)
-        try:
-            status = Status(
-                *(header[k] for k in ("completed_runs", "total_runs", "metrics", "message"))
-            )
-            errors = tuple(RunError(*error) for error in header["errors"])
-            more = header["seconds"], header["retryable"], header.get("runner", {})
-        except KeyError as error:
-            raise ValueError(f"not the payload of a sub-task: {error!r}") from error
-        return cls(status, errors, *more)
 
     @classmethod
     def all_failed(cls, n: int, error: RunError, retryable: bool = True) -> AttemptOutcome:

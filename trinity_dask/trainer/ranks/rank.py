@@ -231,8 +231,9 @@ class TrainerRank:
         load_plugins(self.cfg.plugin_dirs)  # they may register a function of the algorithm
         spec = resolve_algorithm(asdict(self.cfg.algorithm))
         group = self._join(master, generation)
-        engine = self._build(spec, model_path, group, master)
-        model = engine.policy.module
+        model, *others = self._models(spec, model_path, group, master)
+        sums = GradientGroup(group and group.backend, self.device, self.cfg.trainer.step_timeout_s)
+        engine = StepEngine(self.cfg, spec, model, sums, *others)
         if checkpoint is not None:
             read_engine(engine.trainables, checkpoint)
             engine.load_state_dict(read_state(checkpoint).get("algorithm", {}))
@@ -265,9 +266,10 @@ class TrainerRank:
         )
         return make_group(spec, self.rank, is_master=self.rank == 0, device=self.device)
 
-    def _build(
+    def _models(
         self, spec: AlgorithmSpec, model_path: str, group: Optional[WeightGroup], master: str
-    ) -> StepEngine:
+    ) -> tuple[Any, ...]:
+        """Policy, reference, teacher and critic (None where there is none), sharded if need be."""
         cfg, timeout_s = self.cfg, self.cfg.trainer.step_timeout_s
         mesh = None
         if group is not None and self.sharded:
@@ -294,8 +296,7 @@ class TrainerRank:
             if strategy_of(cfg, role) == "fsdp2":
                 reshard = cfg.trainer.parallel.reshard_after_forward
                 shard(module, mesh, autocast_dtype(cfg.model.dtype), reshard)
-        sums = GradientGroup(group and group.backend, self.device, timeout_s)
-        return StepEngine(cfg, spec, model, sums, reference, teacher, critic)
+        return model, reference, teacher, critic
 
     async def close(self) -> None:
         """Drop model and groups. What still runs in the thread is not waited for."""
