@@ -212,7 +212,7 @@ async def memory(cfg: Config, client: Client, n_tasks: int) -> dict[str, Any]:
     for batch in range(n_batches + MEMORY_WINDOW):
         if batch < n_batches:
             scheduler.schedule(tasks(MEMORY_BATCH), batch)
-        most = max(most, scheduler.in_flight + scheduler.pending)
+        most = max(most, len(scheduler.state.running) + len(scheduler.state.pending))
         if batch >= MEMORY_WINDOW:
             await scheduler.get_results(batch - MEMORY_WINDOW, timeout=WAIT_S)
         if batch and batch % (n_batches // MEMORY_POINTS) == 0:

@@ -141,7 +141,7 @@ def test_stop_drops_the_batch_in_flight_and_a_resumed_run_makes_it_again(
         await parts.explorer.stop()
         await exploring
         assert parts.explorer.step == 1
-        assert parts.coordinator.scheduler.in_flight == 0
+        assert not parts.coordinator.scheduler.state.running
 
     run(address, cfg, stopped)
     make_config(tmp_path, rows=[{"prompt": "a"}] * 4)

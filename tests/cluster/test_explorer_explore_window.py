@@ -198,7 +198,7 @@ def test_abort_can_keep_what_was_finished(address: str, tmp_path: Path) -> None:
         await parts.coordinator.submit_batch(1, tasks or [], "train")
         while not (notes / "ended-1-0").exists() or not (notes / "started-1-1").exists():
             await asyncio.sleep(0.02)
-        while parts.coordinator.scheduler.in_flight > 1:
+        while len(parts.coordinator.scheduler.state.running) > 1:
             await asyncio.sleep(0.02)
         kept = await parts.coordinator.abort_batch(1, "a test", keep_partial_results=True)
         assert kept is not None

@@ -163,7 +163,7 @@ def test_it_can_be_stopped_and_started_again(stand: Stand) -> None:
         assert len((await scheduler.get_results(1, timeout=WAIT_S)).statuses) == 2
         scheduler.schedule(dummies(2, sleep_s=600.0), 2)
         await scheduler.stop()
-        assert scheduler.in_flight == scheduler.pending == 0
+        assert len(scheduler.state.running) == len(scheduler.state.pending) == 0
         with pytest.raises(RuntimeError, match="not started"):
             scheduler.schedule(dummies(1), 3)
         await scheduler.start()

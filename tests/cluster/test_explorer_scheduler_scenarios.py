@@ -69,7 +69,7 @@ def test_results_that_are_there_are_returned_at_once_and_unknown_batches_are_emp
             assert batch not in scheduler.state.batches
             scheduler.schedule(dummies(2 + batch), batch)
         await all_done(scheduler)
-        assert scheduler.in_flight == scheduler.pending == 0
+        assert len(scheduler.state.running) == len(scheduler.state.pending) == 0
         # without a turn of the clock: a deadline that has passed already
         assert len((await scheduler.get_results(1, timeout=0.0)).statuses) == 3
         unknown = await scheduler.get_results(7, min_num=5)
@@ -88,10 +88,10 @@ def test_what_is_cut_off_at_its_time_leaves_nothing_behind(stand: Stand) -> None
         result = await scheduler.get_results(2, timeout=1.0)
         assert time.monotonic() - started >= 1.0
         assert result.counts == Counts(2, 0, 0, 2)
-        assert scheduler.in_flight == scheduler.pending == 0
+        assert len(scheduler.state.running) == len(scheduler.state.pending) == 0
         scheduler.schedule(dummies(2, sleep_s=600.0), 3)
         assert (await scheduler.abort_batch(3, return_partial_tasks=True)).cancelled == 2
-        assert scheduler.in_flight == scheduler.pending == 0
+        assert len(scheduler.state.running) == len(scheduler.state.pending) == 0
 
     stand.run(body)
 
@@ -106,7 +106,7 @@ def test_batches_wait_for_lanes_not_for_each_other(stand: Stand) -> None:
             started = time.monotonic()
             assert len((await scheduler.get_results(batch, timeout=0.5)).statuses) == 4 - slow
             assert time.monotonic() - started >= 0.5
-        assert scheduler.in_flight == 0
+        assert not scheduler.state.running
 
     stand.run(body)
 

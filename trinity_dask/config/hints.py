@@ -54,6 +54,11 @@ RENAMED = {
     "monitor.monitor_args": "monitor.sink_args",
     "trainer.max_token_len_per_gpu": "trainer.micro_batch_tokens",
 }
+_CANNOT_READ = (
+    "cannot read {!r}: an override is key=value, with quotes around values that "
+    "have spaces, commas or brackets, as 'key=\"a b\"'"
+)
+_CANNOT_REMOVE = "~{0}: a key cannot be removed; set it to another value, as {0}=..."
 _WORDS = {
     int: "a whole number",
     float: "a number",
@@ -200,7 +205,7 @@ def check_overrides(overrides: Sequence[str], config_dir: Optional[str] = None) 
         elif (kind := kind_at(name)) is None:
             problems.append(str(check_key(name)))
         elif override.is_delete() and not name.startswith("stages.") and not kind.is_open:
-            problems.append(_cannot_remove(name))  # only what a preset added can go again
+            problems.append(_CANNOT_REMOVE.format(name))  # only what a preset added can go again
     raise_if(problems)
 
 
@@ -226,7 +231,7 @@ def parse(override: str) -> Override:
     try:
         return OverridesParser.create().parse_override(override)
     except HydraException as error:
-        raise ConfigError(_cannot_read(override)) from error
+        raise ConfigError(_CANNOT_READ.format(override)) from error
 
 
 def _option_problems(override: Override, options: list[str]) -> Iterator[str]:
@@ -280,7 +285,7 @@ def explain(error: BaseException, prefix: str = "") -> str:
             return f"no preset {error.missing_cfg_file!r}: {message.splitlines()[0]}"
         return f"no option {option!r} in group {group!r}; {hint(option, list(error.options))}"
     if isinstance(error, OverrideParseException):
-        return _cannot_read(error.override)
+        return _CANNOT_READ.format(error.override)
     cause: Optional[BaseException] = error
     while cause is not None and not isinstance(cause, OmegaConfBaseException):
         cause = cause.__cause__ or cause.__context__
@@ -310,7 +315,7 @@ def _omegaconf(error: OmegaConfBaseException, prefix: str, override: Optional[st
     if isinstance(error, InterpolationResolutionError):
         return f"{key}: {text}; name an existing key in ${{...}}"
     if "does not support deletion" in text:
-        return _cannot_remove(key)
+        return _CANNOT_REMOVE.format(key)
     if isinstance(error, ConfigKeyError | AttributeError):  # not in the structure
         if (problem := check_key(key)) is not None:
             return problem
@@ -338,14 +343,3 @@ def type_words(annotation: Any) -> str:
         return f"{type_words(members[0])} or null"
     origin = typing.get_origin(annotation) or annotation
     return _WORDS.get(origin, "a section, as key.subkey=value")
-
-
-def _cannot_read(override: str) -> str:
-    return (
-        f"cannot read {override!r}: an override is key=value, with quotes around values that "
-        "have spaces, commas or brackets, as 'key=\"a b\"'"
-    )
-
-
-def _cannot_remove(key: str) -> str:
-    return f"~{key}: a key cannot be removed; set it to another value, as {key}=..."

@@ -113,7 +113,3 @@ class BatchWindow:
             # removed only afterwards: a cancelled wait must not lose sight of the batch
             await asyncio.shield(self.tasks[0])
             self.tasks.popleft()
-
-    @property
-    def uncommitted(self) -> int:
-        return sum(not task.done() for task in self.tasks)

@@ -356,7 +356,7 @@ class Coordinator:
 
     async def stats(self) -> dict[str, Any]:
         """:meth:`status`, plus ``pending`` sub-tasks and the run counts of finished batches."""
-        pending = self._scheduler.pending if self._scheduler is not None else 0
+        pending = len(self._scheduler.state.pending) if self._scheduler is not None else 0
         return {**self.status(), "pending": pending, "runs": asdict(self._counts)}
 
 

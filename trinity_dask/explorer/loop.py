@@ -181,7 +181,7 @@ class ExploreLoop:
         await flying.shrink_to(flying.limit - 1)
         if synchronizer is not None and self.cfg.synchronizer.max_staleness is not None:
             while not await synchronizer.explorer_may_submit(
-                self.name, self.step + 1, lambda: flying.uncommitted
+                self.name, self.step + 1, lambda: sum(not task.done() for task in flying.tasks)
             ):
                 await self.sync_weight()
         tasks = await self.stream.read(self.step + 1)

@@ -80,13 +80,10 @@ class JobLock:
                     self._held.close()
                     raise JobInUse(_in_use(self.job_dir, name))
                 await asyncio.sleep(POLL_S)  # flock has no wake-up; bounded by the deadline
-            self._write_holder(file)
+            file.truncate(0)
+            json.dump(self.holder, file)
+            file.flush()
         return self
-
-    def _write_holder(self, file: IO[str]) -> None:
-        file.truncate(0)
-        json.dump(self.holder, file)
-        file.flush()
 
     async def __aexit__(self, *_: object) -> None:
         self._held.close()

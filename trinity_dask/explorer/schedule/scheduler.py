@@ -475,18 +475,10 @@ class Scheduler:
             self._executor.apply(instructions)
 
     # state ----------------------------------------------------------------------------
-    @property
-    def in_flight(self) -> int:
-        return len(self.state.running)
-
-    @property
-    def pending(self) -> int:
-        return len(self.state.pending)
-
     def status(self) -> dict[str, Any]:
         """``in_flight`` sub-tasks; ``runners``: states of the busiest lanes, the longest at work
         first; ``late_workers``: event loops more than a second behind, with the seconds."""
         lags = self.watch.lags() if self.watch is not None else {}
         late = {name: round(lag, 1) for name, lag in lags.items() if lag > LATE_S}
         busy = self.lanes.busy(SHOWN)
-        return {"in_flight": self.in_flight, "runners": busy, "late_workers": late}
+        return {"in_flight": len(self.state.running), "runners": busy, "late_workers": late}
