@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from trinity_dask.config.compose import compose_tree, to_config
+from trinity_dask.config.compose import check_overrides, compose_tree, find_unknown, to_config
 from trinity_dask.config.errors import ConfigError
 from trinity_dask.config.fields import Kind, all_keys
-from trinity_dask.config.hints import check_key, check_overrides, find_unknown, kind_at, split_path
+from trinity_dask.config.hints import check_key, kind_at, split_path
 from trinity_dask.config.paths import groups
 from trinity_dask.config.schema import DERIVED, STAGE_KEYS, Config
 

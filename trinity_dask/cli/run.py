@@ -28,12 +28,17 @@ from omegaconf import DictConfig, OmegaConf
 
 from trinity_dask.cli import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
 from trinity_dask.cli.jobs import final_score
-from trinity_dask.config.compose import VERSION_BASE, compose_tree, finish, register_schema
+from trinity_dask.config.compose import (
+    VERSION_BASE,
+    check_overrides,
+    compose_tree,
+    finish,
+    register_schema,
+)
 from trinity_dask.config.errors import ConfigError
 from trinity_dask.config.hints import (
     ADDED_GROUPS,
     HYDRA_ERRORS,
-    check_overrides,
     explain,
     parse,
     single_values,

@@ -1,12 +1,13 @@
 """From presets and overrides, or from a file, to one typed configuration.
 
-Invariant: what :func:`load_config` returns has only known keys, values of the right type
-and range, and every derived key filled in. A derived key is filled in only while it is ``None``,
-so resolving twice changes nothing and a value that a user gave always stays. Each stage is the
-base with the stage's keys merged over it, key by key; what a stage does not mention it inherits,
-only the functions of an algorithm not by a stage with another ``algorithm_type``, since they
-belong to the algorithm. ``from_yaml(save(cfg))`` is equal to ``cfg``; a file appears complete or
-not at all. Needs Hydra, neither torch nor dask.
+Invariant: what :func:`load_config` returns has only known keys (a field of the dataclasses, or
+one below an open section; so too those that came through ``+``, and the entries of ``stages``,
+which Hydra itself accepts), values of the right type and range, and every derived key filled in.
+A derived key is filled in only while it is ``None``, so resolving twice changes nothing and a
+value that a user gave always stays. Each stage is the base with the stage's keys merged over it,
+key by key; what a stage does not mention it inherits, only the functions of an algorithm not by a
+stage with another ``algorithm_type``, since they belong to the algorithm. ``from_yaml(save(cfg))``
+is equal to ``cfg``; a file appears complete or not at all. Needs Hydra, neither torch nor dask.
 """
 
 from __future__ import annotations
@@ -23,24 +24,29 @@ from typing import Any, Optional, cast
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.types import Glob, Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trinity_dask.config import checks, job_dir, modes
 from trinity_dask.config.algorithms import REPEAT_TIMES
-from trinity_dask.config.errors import ConfigError, ConfigWarning, raise_if
-from trinity_dask.config.fields import values
+from trinity_dask.config.errors import ConfigError, ConfigWarning, hint, raise_if
+from trinity_dask.config.fields import fields_of, values
 from trinity_dask.config.hints import (
+    ADDED_GROUPS,
+    CANNOT_REMOVE,
     HYDRA_ERRORS,
-    check_overrides,
+    check_key,
     explain,
-    find_unknown,
+    kind_at,
     parse,
     with_mappings,
 )
-from trinity_dask.config.paths import conf_dir
+from trinity_dask.config.paths import conf_dir, groups
 from trinity_dask.config.schema import (
     DEFAULT_THREADS,
+    DERIVED,
+    STAGE_KEYS,
     AlgorithmConfig,
     Config,
     GroupConfig,
@@ -201,6 +207,73 @@ def load_config(*overrides: str) -> Config:
     for message in messages:
         warnings.warn(message, ConfigWarning, stacklevel=2)
     return config
+
+
+# known keys ----------------------------------------------------------------------------
+def check_overrides(overrides: Sequence[str], config_dir: Optional[str] = None) -> None:
+    """Every override names a key that exists or an option of a group that exists.
+
+    Raises:
+        ConfigError: one line per bad override.
+    """
+    known, problems = groups(config_dir), list[str]()
+    for override in map(parse, overrides):
+        name = override.key_or_group
+        is_option = isinstance(override.value(), str) or override.is_sweep_override()
+        if name == "hydra" or name.startswith(("hydra.", "hydra/")):
+            continue
+        # model={...} is a value for the section of the same name as a group
+        if name in known and (is_option or name in ADDED_GROUPS):
+            problems += _option_problems(override, known[name])
+        elif "/" in name:
+            problems.append(f"unknown group {name!r}; {hint(name, list(known))}")
+        elif name in DERIVED:
+            problems.append(
+                f"{name} is derived: set checkpoint_root_dir, project, group and name instead"
+            )
+        elif (kind := kind_at(name)) is None:
+            problems.append(str(check_key(name)))
+        elif override.is_delete() and not name.startswith("stages.") and not kind.is_open:
+            problems.append(CANNOT_REMOVE.format(name))  # only what a preset added can go again
+    raise_if(problems)
+
+
+def _option_problems(override: Override, options: list[str]) -> Iterator[str]:
+    name, value = override.key_or_group, override.value()
+    if override.is_delete() or isinstance(value, Glob):
+        return
+    if override.is_discrete_sweep():
+        wanted = [str(item).strip("'\"") for item in override.sweep_string_iterator()]
+    else:
+        wanted = [str(item) for item in value] if isinstance(value, list) else [str(value)]
+    for option in wanted:
+        if option not in options:
+            yield f"no option {option!r} in group {name!r}; {hint(option, options)}"
+        elif name in ADDED_GROUPS and not override.is_add():
+            yield f"{name}={option} needs a leading +: write +{name}={option}"
+        elif name not in ADDED_GROUPS and override.is_add():
+            yield f"group {name!r} already has an option: write {name}={option} without the +"
+
+
+def find_unknown(
+    tree: Mapping[str, Any], section: type = Config, prefix: str = ""
+) -> Iterator[str]:
+    """One line for each key of ``tree`` (a plain composed config) that does not exist."""
+    for name, value in tree.items():
+        key, kind = f"{prefix}{name}", fields_of(section).get(str(name))
+        if kind is None or (section is Config and prefix and name not in STAGE_KEYS):
+            yield str(check_key(key))
+        elif kind.section is not None and isinstance(value, Mapping):
+            yield from find_unknown(value, kind.section, f"{key}.")
+        elif isinstance(value, list) and (kind.item is not None or key == "stages"):
+            for index, entry in enumerate(value):
+                if isinstance(entry, Mapping):
+                    yield from find_unknown(entry, kind.item or Config, f"{key}.{index}.")
+                elif key == "stages":
+                    yield (
+                        f"stages.{index}: {entry!r} is not a mapping; a stage is stage_name and "
+                        "sections"
+                    )
 
 
 # derived values ------------------------------------------------------------------------

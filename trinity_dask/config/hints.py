@@ -1,9 +1,7 @@
-"""Keys, options and overrides that cannot be, each told in one line with what was meant.
+"""What was meant by a key, an option or an override that cannot be, told in one line.
 
-Invariant: every key of a composed configuration is either a field of the dataclasses or
-lies in an open (``dict``) section; nothing is accepted and ignored. This holds for keys
-that came through ``+`` and for the entries of ``stages``, which Hydra itself accepts. Errors
-of Hydra and OmegaConf are translated; one that is not known keeps its own first line.
+Invariant: a message names what was given and the nearest thing that exists. Errors of Hydra and
+OmegaConf are translated; one that is not known keeps its own first line.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Optional
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -25,10 +23,10 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from trinity_dask.config.errors import ConfigError, hint, nearest, raise_if
+from trinity_dask.config.errors import ConfigError, hint, nearest
 from trinity_dask.config.fields import Kind, all_keys, fields_of
 from trinity_dask.config.paths import groups
-from trinity_dask.config.schema import DERIVED, STAGE_KEYS, Config
+from trinity_dask.config.schema import STAGE_KEYS, Config
 
 HYDRA_ERRORS = (HydraException, OmegaConfBaseException)
 #: groups without a default option: chosen with a leading +
@@ -58,7 +56,7 @@ _CANNOT_READ = (
     "cannot read {!r}: an override is key=value, with quotes around values that "
     "have spaces, commas or brackets, as 'key=\"a b\"'"
 )
-_CANNOT_REMOVE = "~{0}: a key cannot be removed; set it to another value, as {0}=..."
+CANNOT_REMOVE = "~{0}: a key cannot be removed; set it to another value, as {0}=..."
 _WORDS = {
     int: "a whole number",
     float: "a number",
@@ -159,56 +157,7 @@ def _in_place(parts: list[str], top: tuple[str, ...] = ()) -> Optional[str]:
     return ".".join(fixed)
 
 
-def find_unknown(
-    tree: Mapping[str, Any], section: type = Config, prefix: str = ""
-) -> Iterator[str]:
-    """One line for each key of ``tree`` (a plain composed config) that does not exist."""
-    for name, value in tree.items():
-        key, kind = f"{prefix}{name}", fields_of(section).get(str(name))
-        if kind is None or (section is Config and prefix and name not in STAGE_KEYS):
-            yield str(check_key(key))
-        elif kind.section is not None and isinstance(value, Mapping):
-            yield from find_unknown(value, kind.section, f"{key}.")
-        elif isinstance(value, list) and (kind.item is not None or key == "stages"):
-            for index, entry in enumerate(value):
-                if isinstance(entry, Mapping):
-                    yield from find_unknown(entry, kind.item or Config, f"{key}.{index}.")
-                elif key == "stages":
-                    yield (
-                        f"stages.{index}: {entry!r} is not a mapping; a stage is stage_name and "
-                        "sections"
-                    )
-
-
 # overrides ----------------------------------------------------------------------------
-def check_overrides(overrides: Sequence[str], config_dir: Optional[str] = None) -> None:
-    """Every override names a key that exists or an option of a group that exists.
-
-    Raises:
-        ConfigError: one line per bad override.
-    """
-    known, problems = groups(config_dir), list[str]()
-    for override in map(parse, overrides):
-        name = override.key_or_group
-        is_option = isinstance(override.value(), str) or override.is_sweep_override()
-        if name == "hydra" or name.startswith(("hydra.", "hydra/")):
-            continue
-        # model={...} is a value for the section of the same name as a group
-        if name in known and (is_option or name in ADDED_GROUPS):
-            problems += _option_problems(override, known[name])
-        elif "/" in name:
-            problems.append(f"unknown group {name!r}; {hint(name, list(known))}")
-        elif name in DERIVED:
-            problems.append(
-                f"{name} is derived: set checkpoint_root_dir, project, group and name instead"
-            )
-        elif (kind := kind_at(name)) is None:
-            problems.append(str(check_key(name)))
-        elif override.is_delete() and not name.startswith("stages.") and not kind.is_open:
-            problems.append(_CANNOT_REMOVE.format(name))  # only what a preset added can go again
-    raise_if(problems)
-
-
 def with_mappings(overrides: Sequence[str]) -> list[str]:
     """The same overrides, a mapping written as Hydra takes it: with a leading ``++``.
 
@@ -232,23 +181,6 @@ def parse(override: str) -> Override:
         return OverridesParser.create().parse_override(override)
     except HydraException as error:
         raise ConfigError(_CANNOT_READ.format(override)) from error
-
-
-def _option_problems(override: Override, options: list[str]) -> Iterator[str]:
-    name, value = override.key_or_group, override.value()
-    if override.is_delete() or isinstance(value, Glob):
-        return
-    if override.is_discrete_sweep():
-        wanted = [str(item).strip("'\"") for item in override.sweep_string_iterator()]
-    else:
-        wanted = [str(item) for item in value] if isinstance(value, list) else [str(value)]
-    for option in wanted:
-        if option not in options:
-            yield f"no option {option!r} in group {name!r}; {hint(option, options)}"
-        elif name in ADDED_GROUPS and not override.is_add():
-            yield f"{name}={option} needs a leading +: write +{name}={option}"
-        elif name not in ADDED_GROUPS and override.is_add():
-            yield f"group {name!r} already has an option: write {name}={option} without the +"
 
 
 def single_values(overrides: Sequence[str]) -> Iterator[list[str]]:
@@ -315,7 +247,7 @@ def _omegaconf(error: OmegaConfBaseException, prefix: str, override: Optional[st
     if isinstance(error, InterpolationResolutionError):
         return f"{key}: {text}; name an existing key in ${{...}}"
     if "does not support deletion" in text:
-        return _CANNOT_REMOVE.format(key)
+        return CANNOT_REMOVE.format(key)
     if isinstance(error, ConfigKeyError | AttributeError):  # not in the structure
         if (problem := check_key(key)) is not None:
             return problem
