@@ -215,6 +215,30 @@ def test_rows_behind_a_url(name: str) -> None:
     assert task.source == f"memory:///data/{name}, row 0"
 
 
+@pytest.mark.parametrize("scheme", ["", "memory://"])
+def test_a_folder_that_is_named_like_a_file(tmp_path: Path, scheme: str) -> None:
+    """As Spark writes one: parts, and an empty file that says that all are there."""
+    fs = fsspec.filesystem("memory" if scheme else "file")
+    root = f"{tmp_path}/table.parquet"
+    fs.makedirs(root, exist_ok=True)
+    fs.pipe_file(f"{root}/_SUCCESS", b"")
+    for number in range(2):
+        fs.pipe_file(f"{root}/part-0000{number}-c000.snappy.parquet", parquet(ROWS))
+    assert rows_of(f"{scheme}{root}") == ROWS * 2
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_a_map_is_an_object(tmp_path: Path, suffix: str) -> None:
+    kind = pa.map_(pa.string(), pa.string())
+    table = pa.table({"arguments": pa.array([[("a", "1"), ("b", None)], None], kind)})
+    if suffix == "parquet":
+        pq.write_table(table, tmp_path / "x.parquet")
+    else:
+        pa.feather.write_feather(table, tmp_path / "x.arrow")
+    expected = [{"arguments": {"a": "1", "b": None}}, {"arguments": None}]
+    assert rows_of(tmp_path / f"x.{suffix}") == expected
+
+
 def test_a_web_server_gives_a_file_with_a_query(tmp_path: Path) -> None:
     put(tmp_path / "x.jsonl")
     put(tmp_path / "x.parquet", parquet(ROWS))

@@ -279,7 +279,7 @@ class ArrowPart:
         return self._table.num_rows
 
     def row(self, index: int) -> Row:
-        return self._table.slice(index, 1).to_pylist()[0]
+        return _row_of(self._table.slice(index, 1))
 
     def head(self, count: int) -> Sequence[int]:
         return spread(len(self), count)
@@ -288,6 +288,11 @@ class ArrowPart:
         if name not in self._table.column_names:
             return [None] * len(self)
         return self._table[name].to_pylist()
+
+
+def _row_of(table: Any) -> Row:
+    """The only row of a table or batch; a map is an object, as it is in JSON."""
+    return table.to_pylist(maps_as_pydicts="lossy")[0]
 
 
 def _mapped(schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> pa.Table:
@@ -388,7 +393,7 @@ class ParquetPart:
             found = self._ahead(group, local)
             if found is None:
                 found = self._group(group).slice(local, 1)
-        return found.to_pylist()[0]
+        return _row_of(found)
 
     def _ahead(self, group: int, local: int) -> Any:
         """The row, where reading on from the group's start soon comes to it; else None."""

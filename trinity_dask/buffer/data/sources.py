@@ -76,8 +76,10 @@ def find_sources(
     try:
         fs, root = fsspec.core.url_to_fs(os.path.expanduser(path), **(storage_options or {}))
         is_url = "://" in path
-        if kind_of(root)[0] and is_url and not glob.has_magic(root):
-            return [_source(fs, root)]  # a server need not answer more than reads
+        # a web server need not answer more than reads; elsewhere a folder may be named x.parquet
+        is_file = is_url and ("http" in fs.protocol or not fs.isdir(root))
+        if kind_of(root)[0] and is_file and not glob.has_magic(root):
+            return [_source(fs, root)]
         if glob.has_magic(root) and not fs.exists(root):
             found = [_source(fs, each) for each in sorted(fs.glob(root)) if kind_of(each)[0]]
             if not found:
