@@ -175,11 +175,11 @@ class Helpers:
                 began or ended a call for ten minutes.
         """
         busy = False
+        helper: Optional[Helper] = None
         waiting = WAITING.get() or Waiting()
-        with waiting.counted():
-            helper = self._borrow()
         try:
             with waiting.counted():
+                helper = self._borrow()
                 helper.prepare(target)
                 if first is not None:
                     helper.prepare(*first)
@@ -190,14 +190,16 @@ class Helpers:
         except ProcessCallError:
             busy = False
             raise
+        except TimeoutError:
+            busy = True
+            raise
         except (EOFError, OSError) as error:
             in_call, busy = busy, True
-            if isinstance(error, TimeoutError):
-                raise
             kind = HelperDied if in_call else ProcessCallError
             raise kind(f"the helper process of {target} died") from error
         finally:
-            self._give_back(helper, usable=not busy)
+            if helper is not None:
+                self._give_back(helper, usable=not busy)
 
     def _borrow(self) -> Helper:
         me, asked = object(), time.monotonic()
@@ -206,8 +208,12 @@ class Helpers:
             try:
                 while True:
                     if self._queue[0] is me:
-                        if self._free:
-                            return self._free.pop()
+                        while self._free:
+                            helper = self._free.pop()
+                            if helper.alive:
+                                return helper
+                            helper.kill()  # ended by somebody else, for its memory perhaps
+                            self._count -= 1
                         late = time.monotonic() - asked > GROW_AFTER_S
                         if self._count < (self._most if late else self._size):
                             self._count += 1

@@ -103,7 +103,11 @@ def _mathematics(sentence: str) -> Optional[str]:
             for part in (told, _CLAUSE_END.sub("", told)):
                 if _is_mathematics(part):
                     return part
-    numbers = [m for m in _NUMBER.finditer(sentence) if not _DENIED.search(sentence[: m.start()])]
+    numbers = [
+        m
+        for m in _NUMBER.finditer(sentence)
+        if not _DENIED.search(sentence[max(0, m.start() - 30) : m.start()])
+    ]
     return _last_group(sentence, numbers) if numbers else None
 
 

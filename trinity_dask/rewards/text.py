@@ -40,6 +40,11 @@ _SAYS = re.compile(
     re.IGNORECASE,
 )
 
+_TAKEN_BACK = re.compile(
+    r"\b(?:wait|actually|correction|mistake|that(?:'s| is| was) (?:wrong|incorrect))\b",
+    re.IGNORECASE,
+)
+
 
 def tagged_answer(response: str) -> Optional[str]:
     """The text of the last ``<answer>`` block, stripped, or None."""
@@ -110,12 +115,12 @@ def final_answer(response: str, prompt: Any = None, cut_off: bool = False) -> Op
         return None
     if boxes:
         return _found(_side_by_side(text, boxes), exact=True)
-    text = text[-TAIL:]
     hashes = list(_HASHES.finditer(text))
     if hashes and (not text[hashes[-1].end() :].strip() or re.match(r"[-$]?\d", hashes[-1][1])):
         return _found(hashes[-1][1], exact=False)
+    text = text[-TAIL:]
     said = list(_SAYS.finditer(text))
-    if said:
+    if said and not _TAKEN_BACK.search(text, said[-1].end()):
         rest = text[said[-1].end() :].strip(" \t\n*_")
         rest = re.sub(r"\*\*(?!\s*[\w(\\])", "", rest.partition("\n")[0])
         if rest:

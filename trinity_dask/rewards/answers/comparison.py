@@ -42,6 +42,12 @@ _APPROXIMATE = re.compile(
     re.IGNORECASE,
 )
 _ROUNDED = re.compile(r"\(?\b(?:rounded|to the nearest|to \w+ decimal).*$", re.IGNORECASE)
+# of what has these, math-verify compares a part and takes it for the whole
+_FENCED = re.compile(
+    r"[=<>,:;&]|\\(?:ldots|equiv|[pb]?mod|cap|cup|subset\w*|begin|forall|exists|neg|lnot|land|lor|"
+    r"mid|parallel|perp|cong|triangle|angle)(?![A-Za-z])"
+)
+_BOUNDS = re.compile(r"_\s*\{[^{}]*\}")
 _DECIMAL_COMMA = re.compile(r"^(-?\d+),(\d+)$")
 _CHOICE = re.compile(
     r"^(?:(?i:option|choice|answer|i choose|i pick|i select|选择|我选|选)\s*:?\s*)?"
@@ -80,6 +86,8 @@ def compare(answer: str, truth: str) -> Optional[bool]:
     if verdict is not True and isinstance(wanted, Value):
         loose = _loosely(answer, wanted)
         verdict = loose or verdict
+    if verdict is None and any(_FENCED.search(_BOUNDS.sub("", text)) for text in (answer, truth)):
+        return False
     return verdict
 
 

@@ -17,7 +17,8 @@ from typing import Any, Optional
 from trinity_dask.rewards.answers.grammar import Node
 
 MAX_BITS = 20_000  # of an exact power
-MAX_FACTORIAL = 500
+MAX_FACTORIAL = 2500
+PRINTED = 12  # digits of a decimal that stands for the number it was rounded from
 POINTS = 8
 RELATIVE = 1e-11
 CANCELLED = 1e-13  # of what was added up: all that is left of a difference of equals
@@ -245,9 +246,21 @@ def equal(one: Node, two: Node) -> bool:
     except ZeroDivisionError:
         return False
     if left is not None and right is not None:
-        return left == right
+        return left == right or _printed(one, right) or _printed(two, left)
     defined = _compared(one, two)
     return bool(defined) and all(_close(*pair) for pair in defined)
+
+
+def _printed(node: Node, value: Fraction) -> bool:
+    """Whether it is ``value`` as a computer prints it, to twelve digits or more."""
+    node = node[1] if node[0] == "neg" else node
+    if node[0] != "num" or value.denominator == 1:
+        return False
+    number: Fraction = node[1]
+    digits = len(str(number.numerator))
+    if digits < PRINTED or number.denominator < 10 or 10**30 % number.denominator:
+        return False
+    return abs(number - abs(value)) * 10 ** (digits - 1) <= number
 
 
 def proportion(one: Node, two: Node) -> Optional[float]:

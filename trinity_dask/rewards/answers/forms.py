@@ -131,6 +131,7 @@ _FLIPPED = {"<": ">", ">": "<", "\\leq": "\\geq", "\\geq": "\\leq", "=": "=", "\
 _MATRIX = re.compile(
     r"^\\begin\{([bpvBV]?matrix|array)\}(?:\{[clr|]+\})?(.*)\\end\{\1\}$", re.DOTALL
 )
+_SYSTEM = re.compile(r"^(?:\\\{\s*)?\\begin\{(cases|aligned)\}(.*)\\end\{\1\}$", re.DOTALL)
 _ORDINAL = re.compile(r"^(\d+)(?:st|nd|rd|th)$")
 _IN_BASE = re.compile(r"^(\d+)_(?:\{\s*(\w+)\s*\}|(\d))$")
 _CURRENCY = re.compile(
@@ -233,6 +234,9 @@ class _Reader:
         return Opaque(text) if _is_mathematical(text) else Text(text_key(text))
 
     def _matrix(self, text: str, level: int) -> Form:
+        system = _SYSTEM.match(text)
+        if system is not None and "&" not in system[2]:
+            return self._several(", ".join(system[2].split("\\\\")), level)
         found = _MATRIX.match(text)
         if found is not None:
             rows = [row for row in re.split(r"\\\\", found[2]) if row.strip()]
