@@ -11,6 +11,7 @@ worker's own, which is the default.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,10 +35,6 @@ class ActorRef:
     watch: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
-def _now() -> float:
-    return asyncio.get_running_loop().time()
-
-
 async def create_actor(
     cls: type,
     *args: Any,
@@ -55,7 +52,7 @@ async def create_actor(
         Exception: whatever ``__init__`` raised.
     """
     client = await worker_client() if client is None else client
-    deadline = _now() + timeout
+    deadline = time.monotonic() + timeout
     await wait_for_slot(client, slot, timeout)
     future = client.submit(
         cls,
@@ -68,7 +65,7 @@ async def create_actor(
         **kwargs,
     )
     try:
-        address = await wait_until_alive(client, future, deadline - _now())
+        address = await wait_until_alive(client, future, deadline - time.monotonic())
     except BaseException:
         future.release()
         raise
@@ -86,11 +83,11 @@ async def recreate_actor(ref: ActorRef, timeout: float) -> ActorRef:
             within ``timeout`` s.
         Exception: whatever ``__init__`` raised.
     """
-    deadline = _now() + timeout
+    deadline = time.monotonic() + timeout
     await _until_lost(ref, timeout)
-    await wait_for_slot(ref.client, ref.handle.slot, deadline - _now())
+    await wait_for_slot(ref.client, ref.handle.slot, deadline - time.monotonic())
     await ref.client.retry([ref.future], asynchronous=True)
-    address = await wait_until_alive(ref.client, ref.future, deadline - _now())
+    address = await wait_until_alive(ref.client, ref.future, deadline - time.monotonic())
     ref.handle = ActorHandle(ref.handle.key, address, ref.handle.slot)
     return ref
 

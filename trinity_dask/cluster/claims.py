@@ -83,35 +83,28 @@ def plan_claims(found: list[Member], needed: dict[str, int], cfg: ClusterConfig)
     claims: dict[str, dict[str, float]] = {}
     present = dict.fromkeys(needed, 0)
     for group in (g for g in GROUPS if g in needed):
-        roles = _roles(group, needed[group], cfg)
+        section = group_config(cfg, group)
+        first = section.first_index or 0
+        roles = range(first, first + needed[group])  # those of this run
         for index in _missing(found, group, roles):
             if not free:
                 break
             member = free.pop(0)
-            claims[member.identity] = _resources(group, index, cfg, member)
+            resources = group_resources(group, index, section)
+            # threads and GPUs of a worker that exists already cannot be changed
+            resources.pop("GPU", None)
+            if resources[group] > 1:
+                resources[group] = float(member.nthreads)
+            claims[member.identity] = resources
             present[group] += 1
         present[group] += needed[group] - len(_missing(found, group, roles))
     return Plan(claims, needed, present)
-
-
-def _roles(group: str, count: int, cfg: ClusterConfig) -> range:
-    """Indices of the group's roles that are this run's."""
-    first = group_config(cfg, group).first_index or 0
-    return range(first, first + count)
 
 
 def _missing(found: list[Member], group: str, roles: range) -> list[int]:
     """Indices of the group's roles that no worker has yet."""
     have = {name for member in found for name in member.resources}
     return [i for i in roles if label(slot_of(group, i)) not in have]
-
-
-def _resources(group: str, index: int, cfg: ClusterConfig, member: Member) -> dict[str, float]:
-    resources = group_resources(group, index, group_config(cfg, group))
-    # the threads of a worker that exists already cannot be changed
-    if resources[group] > 1:
-        resources[group] = float(member.nthreads)
-    return {name: amount for name, amount in resources.items() if name != "GPU"}
 
 
 class Recheck(SchedulerPlugin):
@@ -186,11 +179,9 @@ def claim(client: Client, claims: dict[str, dict[str, float]], run_id: str = "")
 def unclaim(client: Client, run_id: str = "", keep_control: bool = False) -> None:
     """Take this run's roles back. Without ``keep_control`` nobody else is on the cluster, and
     whatever earlier runs left is taken back as well."""
-    for name in client.run_on_scheduler(_claim_plugins):
+    for name in client.run_on_scheduler(lambda dask_scheduler: [*dask_scheduler.worker_plugins]):
+        if not str(name).startswith(CLAIMS):
+            continue
         if not keep_control or name == f"{CLAIMS}-others-{run_id}":
             with suppress(ValueError):  # another run has taken it away already
                 client.unregister_worker_plugin(name)
-
-
-def _claim_plugins(dask_scheduler: Scheduler) -> list[str]:
-    return [name for name in dask_scheduler.worker_plugins if str(name).startswith(CLAIMS)]

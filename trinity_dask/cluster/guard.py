@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -39,7 +40,8 @@ def guard_worker(worker: Worker) -> bool:
     Must run on the worker's event loop. Workers inside the driver's process
     (``processes=False``) are left alone.
     """
-    if threading.current_thread() is not threading.main_thread() or _shares_process(worker):
+    shares_process = bool(Scheduler._instances) and not worker.nanny  # with a driver
+    if threading.current_thread() is not threading.main_thread() or shares_process:
         return False
     remember_worker(worker)
     guard_process(str(worker.name), has_nanny=bool(worker.nanny))
@@ -55,10 +57,19 @@ def guard_process(name: str, has_nanny: bool) -> None:
     if os.environ.get(LOG_DIR_ENV):
         redirect_output(Path(os.environ[LOG_DIR_ENV]) / f"{name}.log")
     _known_before.update(child.pid for child in psutil.Process().children(recursive=True))
-    _own_process_group()
-    _ignore_sigint()
-    _allow_children()
-    _set_torch_threads()
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)
+    # a handler, not SIG_IGN: programs that the worker starts get the default back
+    signal.signal(signal.SIGINT, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    # Dask makes its workers daemonic by default, which forbids multiprocessing below them;
+    # a worker that we did not start can only be changed from within
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    # where the driver's main module imports torch, it was loaded before the worker's own
+    # OMP_NUM_THREADS was set
+    threads, torch = os.environ.get("OMP_NUM_THREADS", ""), sys.modules.get("torch")
+    if torch is not None and threads.isdigit():
+        torch.set_num_threads(int(threads))
     _start_warden(parent=os.getppid() if has_nanny else 0)
     # runs before multiprocessing joins its children at exit, which could take for ever
     multiprocessing.util.Finalize(None, end_children, exitpriority=100)
@@ -75,36 +86,6 @@ def _leave_at_once() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(0)
-
-
-def _shares_process(worker: Worker) -> bool:
-    """Whether the worker lives in the process of its scheduler (and so of a driver)."""
-    return bool(Scheduler._instances) and not worker.nanny
-
-
-def _own_process_group() -> None:
-    if os.getpgrp() != os.getpid():
-        os.setpgid(0, 0)
-
-
-def _ignore_sigint() -> None:
-    # a handler, not SIG_IGN: programs that the worker starts get the default back
-    signal.signal(signal.SIGINT, lambda *_: None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-
-def _allow_children() -> None:
-    # Dask makes its workers daemonic by default, which forbids multiprocessing below them;
-    # a worker that we did not start can only be changed from within
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-
-
-def _set_torch_threads() -> None:
-    # where the driver's main module imports torch, it was loaded before the worker's own
-    # OMP_NUM_THREADS was set
-    threads, torch = os.environ.get("OMP_NUM_THREADS", ""), sys.modules.get("torch")
-    if torch is not None and threads.isdigit():
-        torch.set_num_threads(int(threads))
 
 
 def _start_warden(parent: int) -> None:
@@ -145,24 +126,13 @@ def end_children(timeout_s: float = TERMINATE_S) -> None:
 
     First SIGTERM, after ``timeout_s`` SIGKILL.
     """
-    ours = [child for child in psutil.Process().children(recursive=True) if _is_ours(child)]
-    for child in ours:
-        _signal(child, signal.SIGTERM)
-    _, alive = psutil.wait_procs(ours, timeout=timeout_s)
-    for child in alive:
-        _signal(child, signal.SIGKILL)
-    psutil.wait_procs(alive, timeout=timeout_s)
-
-
-def _is_ours(child: psutil.Process) -> bool:
-    try:
-        return child.pid not in _known_before and _SPARED not in " ".join(child.cmdline())
-    except psutil.Error:
-        return False  # it has just ended
-
-
-def _signal(child: psutil.Process, number: int) -> None:
-    try:
-        child.send_signal(number)
-    except psutil.NoSuchProcess:
-        return
+    ours = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has just ended
+            if child.pid not in _known_before and _SPARED not in " ".join(child.cmdline()):
+                ours.append(child)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for child in ours:
+            with suppress(psutil.NoSuchProcess):
+                child.send_signal(number)
+        _, ours = psutil.wait_procs(ours, timeout=timeout_s)

@@ -46,7 +46,12 @@ class LocalGroups:
         self._stack = contextlib.ExitStack()
         self._runner = LoopRunner(asynchronous=False)
         self._cluster: SpecCluster | None = None
-        self._scratch, self._scratch_is_ours = _scratch_directory(cfg)
+        directory, self._scratch_is_ours = cfg.cluster.local_directory, False
+        if directory is None and cfg.job_dir is not None:
+            directory = f"{cfg.job_dir}/dask"
+        if directory is None:
+            directory, self._scratch_is_ours = tempfile.mkdtemp(prefix="trinity-dask-"), True
+        self._scratch = str(Path(directory).absolute())
 
     @property
     def scheduler_address(self) -> str:
@@ -81,22 +86,20 @@ class LocalGroups:
             raise ClusterError(f"the cluster did not start: {error}") from error
 
     async def _start(self) -> None:
+        options = [
+            worker_options(self._cfg, group, index, self._scratch)
+            for group, count in needed_workers(self._cfg).items()
+            for index in range(count)
+        ]
+        workers = {o["name"]: {"cls": GroupNanny, "options": o} for o in options}
         self._cluster = SpecCluster(
-            workers=self._workers(),
+            workers=workers,
             scheduler={"cls": Scheduler, "options": scheduler_options(self._cfg.cluster)},
             asynchronous=True,
             silence_logs=False,
             name=f"trinity-{self._cfg.name}",
         )
         await self._cluster
-
-    def _workers(self) -> dict[str, Any]:
-        options = [
-            worker_options(self._cfg, group, index, self._scratch)
-            for group, count in needed_workers(self._cfg).items()
-            for index in range(count)
-        ]
-        return {o["name"]: {"cls": GroupNanny, "options": o} for o in options}
 
     def scale(self, group: str, n_workers: int) -> None:
         """Have workers 0 to ``n_workers`` - 1 of ``group``; the last ones go first.
@@ -134,7 +137,11 @@ class LocalGroups:
         except (TimeoutError, AssertionError, OSError, RuntimeError) as error:
             logger.warning("the cluster did not close within %g s: %r", timeout_s, error)
         finally:
-            _kill_trees({*before, *self._worker_processes()})
+            survivors = {*before, *self._worker_processes()}
+            for worker in survivors:  # their wardens end what they started
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    worker.send_signal(signal.SIGKILL)
+            psutil.wait_procs(survivors, timeout=5)
             self._cluster = None
             self._runner.stop()
             self._stack.close()
@@ -169,14 +176,6 @@ def dashboard_of(owner: SpecCluster | Client) -> str | None:
     except (KeyError, IndexError, ValueError, AttributeError):
         with dask.config.set({"distributed.dashboard.link": PLAIN_LINK}):
             return owner.dashboard_link or None
-
-
-def _scratch_directory(cfg: Config) -> tuple[str, bool]:
-    if cfg.cluster.local_directory is not None:
-        return str(Path(cfg.cluster.local_directory).absolute()), False
-    if cfg.job_dir is not None:
-        return str(Path(cfg.job_dir).absolute() / "dask"), False
-    return tempfile.mkdtemp(prefix="trinity-dask-"), True
 
 
 def scheduler_options(cfg: ClusterConfig) -> dict[str, Any]:
@@ -215,11 +214,3 @@ def _check_port(key: str, host: str, port: int) -> None:
                 f"{key}: cannot listen on port {port} of {host} ({os.strerror(error.errno or 0)}); "
                 "end the process that uses it, choose another port, or 0 for any free one"
             ) from error
-
-
-def _kill_trees(workers: set[psutil.Process]) -> None:
-    """Kill worker processes that survived; their wardens end what they started."""
-    for worker in workers:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            worker.send_signal(signal.SIGKILL)
-    psutil.wait_procs(workers, timeout=5)

@@ -22,9 +22,17 @@ def driver_log(directory: Path | None) -> Iterator[None]:
 
     Without a directory only errors are shown, where they were shown before.
     """
-    loggers = _dask_loggers()
+    # Dask's top logger and those below it that have handlers of their own
+    known = logging.Logger.manager.loggerDict
+    found = [x for name, x in known.items() if name.startswith("distributed.")]
+    own = [x for x in found if isinstance(x, logging.Logger) and x.handlers]
+    loggers = [logging.getLogger("distributed"), *own]
     before = [(logger, logger.handlers[:], logger.level) for logger in loggers]
-    handler = None if directory is None else _file_handler(directory)
+    handler: logging.Handler | None = None
+    if directory is not None:
+        directory.mkdir(parents=True, exist_ok=True)
+        handler = logging.FileHandler(directory / DRIVER_LOG)
+        handler.setFormatter(logging.Formatter(LOG_FORMAT))
     try:
         for logger in loggers:
             if handler is None:
@@ -38,18 +46,3 @@ def driver_log(directory: Path | None) -> Iterator[None]:
             logger.setLevel(level)
         if handler is not None:
             handler.close()
-
-
-def _dask_loggers() -> list[logging.Logger]:
-    """Dask's top logger and those below it that have handlers of their own."""
-    known = logging.Logger.manager.loggerDict
-    found = [x for name, x in known.items() if name.startswith("distributed.")]
-    own = [x for x in found if isinstance(x, logging.Logger) and x.handlers]
-    return [logging.getLogger("distributed"), *own]
-
-
-def _file_handler(directory: Path) -> logging.Handler:
-    directory.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(directory / DRIVER_LOG)
-    handler.setFormatter(logging.Formatter(LOG_FORMAT))
-    return handler

@@ -69,16 +69,16 @@ def user_task(
     code = UserCode(what, deadline)
     context = contextvars.copy_context()
     context.run(_current.set, code)
-    task = asyncio.get_running_loop().create_task(_without_exit(work), context=context)
+
+    async def run() -> Any:
+        with no_exit():
+            return await work
+
+    task = asyncio.get_running_loop().create_task(run(), context=context)
     _active.add(code)
     task.add_done_callback(lambda _: _active.discard(code))
     task.add_done_callback(lambda _: work.close())  # a task cancelled at once never began it
     return task
-
-
-async def _without_exit(work: Coroutine[Any, Any, Any]) -> Any:
-    with no_exit():
-        return await work
 
 
 @contextmanager
@@ -92,11 +92,6 @@ def no_exit() -> Iterator[None]:
         yield
     except (SystemExit, KeyboardInterrupt) as error:
         raise RuntimeError(f"user code raised {type(error).__name__}: {error}") from error
-
-
-def in_user_code() -> bool:
-    """Whether the caller is a workflow or reward that runs on the event loop."""
-    return _current.get() is not None
 
 
 def current_watch() -> Optional[LoopWatch]:
@@ -165,25 +160,17 @@ class LoopWatch:
                 continue
             if beat != told:
                 told = beat
-                self._tell(blocked_s)
-            if self._can_interrupt and self._someone_is_late(blocked_s):
+                frame = sys._current_frames().get(self._loop_thread)
+                stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+                log.warning(
+                    "the event loop of %s has been held up for %.1f s by:\n%s",
+                    self.name,
+                    blocked_s,
+                    stack[-STACK_CHARS:],
+                )
+            now = time.monotonic()
+            if self._can_interrupt and any(_late(c, blocked_s, now) for c in tuple(_active)):
                 signal.pthread_kill(self._loop_thread, SIGNAL)
-
-    def _tell(self, blocked_s: float) -> None:
-        frame = sys._current_frames().get(self._loop_thread)
-        stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
-        log.warning(
-            "the event loop of %s has been held up for %.1f s by:\n%s",
-            self.name,
-            blocked_s,
-            stack[-STACK_CHARS:],
-        )
-
-    @staticmethod
-    def _someone_is_late(blocked_s: float) -> bool:
-        now = time.monotonic()
-        codes = tuple(_active)
-        return any(_late(code, blocked_s, now) for code in codes)
 
     def _on_signal(self, number: int, frame: Optional[FrameType]) -> None:
         """In the main thread, inside whatever it is executing right now."""
@@ -229,7 +216,7 @@ def release_alarms() -> None:
 
 
 def _guarded(number: int, handler: Any) -> Any:
-    if number == signal.SIGALRM and in_user_code():
+    if number == signal.SIGALRM and _current.get() is not None:  # in user code on the loop
         raise AlarmRefused(REFUSED)
     return _original(number, handler)
 

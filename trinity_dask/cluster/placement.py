@@ -78,21 +78,16 @@ async def wait_until_alive(client: Client, future: Future, timeout: float) -> st
                 raise error
             if future.status != "finished":
                 raise RuntimeError(f"actor {future.key!r} was {future.status} by the scheduler")
-            return await _holder(client, future)
+            while True:  # for a moment after a loss nobody holds it
+                holders = await scheduler_of(client).who_has(keys=[future.key])
+                if holders.get(future.key):
+                    return holders[future.key][0]
+                await asyncio.sleep(POLL_S)
     except TimeoutError:
         raise TimeoutError(
             f"actor {future.key!r} is not alive after {timeout:g} s although its slot has a "
             "worker; its constructor is slow, or the worker is stuck or was lost"
         ) from None
-
-
-async def _holder(client: Client, future: Future) -> str:
-    """Address of the worker that holds the actor; for a moment after a loss there is none."""
-    while True:
-        holders = await scheduler_of(client).who_has(keys=[future.key])
-        if holders.get(future.key):
-            return holders[future.key][0]
-        await asyncio.sleep(POLL_S)
 
 
 TOPIC = "all"  # where the Dask scheduler announces workers that come and go

@@ -9,7 +9,7 @@ import asyncio
 from contextlib import suppress
 from typing import Any
 
-from distributed import Client, Scheduler, Worker, WorkerPlugin
+from distributed import Client, Worker, WorkerPlugin
 from distributed.core import Status
 
 from trinity_dask.cluster.context import forget_worker
@@ -71,12 +71,8 @@ def register_plugins(client: Client) -> None:
 
 
 def unregister_plugins(client: Client) -> None:
-    present = client.run_on_scheduler(_worker_plugins)
+    present = client.run_on_scheduler(lambda dask_scheduler: [*dask_scheduler.worker_plugins])
     for plugin in (WatchLoop, CancelRunning, ProcessGuard):
         if plugin.name in present:  # else another run has taken it away already
             with suppress(ValueError):
                 client.unregister_worker_plugin(plugin.name)
-
-
-def _worker_plugins(dask_scheduler: Scheduler) -> list[str]:
-    return list(dask_scheduler.worker_plugins)

@@ -19,6 +19,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 MARK = "TRINITY_DASK_WORKER"
 # Dask's own watch thread normally ends an orphaned worker at once; then it is forced
@@ -82,11 +83,6 @@ def _read(pid: int, name: str) -> bytes:
         return b""  # it has just ended, or belongs to someone else
 
 
-def _is_zombie(pid: int) -> bool:
-    # "pid (name) state ..."; the name may hold spaces and brackets
-    return _read(pid, "stat").rpartition(b")")[2].split()[:1] in ([b"Z"], [])
-
-
 def descendants(group: int, token: str) -> Iterator[int]:
     """Live processes of the group or with the mark, except this one and spared ones."""
     mark = f"{MARK}={token}".encode()
@@ -99,36 +95,26 @@ def descendants(group: int, token: str) -> Iterator[int]:
         except OSError:
             continue
         mine = mine or mark in _read(pid, "environ").split(b"\0")
-        if mine and not _is_zombie(pid) and SPARED not in _read(pid, "cmdline"):
+        # "pid (name) state ..."; the name may hold spaces and brackets
+        zombie = _read(pid, "stat").rpartition(b")")[2].split()[:1] in ([b"Z"], [])
+        if mine and not zombie and SPARED not in _read(pid, "cmdline"):
             yield pid
 
 
 def sweep(group: int, token: str) -> None:
     """Kill all descendants, until none is left."""
     if not os.path.isdir("/proc/self"):
-        _kill_group(group)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, signal.SIGKILL)
         return
     for _ in range(SWEEPS):
         found = list(descendants(group, token))
         if not found:
             return
         for pid in found:
-            _kill(pid)
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
         time.sleep(SWEEP_PAUSE_S)
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        return
-
-
-def _kill_group(group: int) -> None:
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        return
 
 
 def main(argv: list[str]) -> None:

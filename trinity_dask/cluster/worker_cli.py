@@ -11,7 +11,6 @@ import logging
 import signal
 import tempfile
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
 import dask
@@ -54,9 +53,6 @@ def _serve(runner: LoopRunner, address: str, options: dict[str, Any], timeout_s:
         nannies.append(GroupNanny(address, death_timeout=timeout_s, **options))
         await nannies[0]
 
-    async def finished() -> None:
-        await nannies[0].finished()
-
     async def close() -> None:
         if nannies:
             await nannies[0].close()
@@ -64,7 +60,7 @@ def _serve(runner: LoopRunner, address: str, options: dict[str, Any], timeout_s:
     try:
         sync(runner.loop, start, callback_timeout=timeout_s)
         logger.info("%s serves %s", options["name"], address)
-        sync(runner.loop, finished)
+        sync(runner.loop, nannies[0].finished)
         return 0
     except KeyboardInterrupt:
         return 130
@@ -80,11 +76,7 @@ def _serve(runner: LoopRunner, address: str, options: dict[str, Any], timeout_s:
 @contextlib.contextmanager
 def _sigterm_interrupts() -> Iterator[None]:
     """SIGTERM ends the worker as Ctrl-C does, instead of leaving it to its warden."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:

@@ -44,14 +44,10 @@ def has_adapter(model: Any) -> bool:
 def adapter_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
     """The adapter's parameters by the names of peft's file."""
     return {
-        file_name(name): parameter
+        FILE_PREFIX + name.replace(_NAME, "."): parameter
         for name, parameter in model.named_parameters()
         if ".lora_" in name
     }
-
-
-def file_name(parameter: str) -> str:
-    return FILE_PREFIX + parameter.replace(_NAME, ".")
 
 
 @torch.no_grad()

@@ -63,7 +63,15 @@ class ModelWrapper:
         self.engine = engine
         self.tokenizer = tokenizer
         self.model_cfg: dict[str, Any] = as_dict(model_cfg)
-        self.generate_kwargs = self._defaults(rollout_args or {})
+        self.model_path: str = self.model_cfg.get("model_path", "")
+        cfg, own = self.model_cfg, as_dict(rollout_args or {})
+        self.generate_kwargs = {
+            "temperature": cfg.get("temperature", 1.0),
+            "top_p": cfg.get("top_p", 1.0),
+            "top_k": cfg.get("top_k", -1),
+            "max_tokens": cfg.get("max_response_tokens"),
+            "min_tokens": cfg.get("min_response_tokens", 0),
+        } | {name: value for name, value in own.items() if value is not None}
         self.enable_history = enable_history
         self.history: list[Experience] = []
         self.request_count = 0
@@ -72,22 +80,6 @@ class ModelWrapper:
         self._run_name, self._requests_of_run = "", itertools.count()
         self._loop = loop or _running_loop()
         self._warned: set[str] = set()
-
-    def _defaults(self, rollout_args: Mapping[str, Any]) -> dict[str, Any]:
-        cfg = self.model_cfg
-        defaults = {
-            "temperature": cfg.get("temperature", 1.0),
-            "top_p": cfg.get("top_p", 1.0),
-            "top_k": cfg.get("top_k", -1),
-            "max_tokens": cfg.get("max_response_tokens"),
-            "min_tokens": cfg.get("min_response_tokens", 0),
-        }
-        defaults.update({k: v for k, v in as_dict(rollout_args).items() if v is not None})
-        return defaults
-
-    @property
-    def model_path(self) -> str:
-        return self.model_cfg.get("model_path", "")
 
     @property
     def model_version(self) -> int:
@@ -106,13 +98,15 @@ class ModelWrapper:
             TimeoutError: the engine did not answer in ``request_timeout_s``.
         """
         if isinstance(prompts, str):
-            return await self._sample(self._encode(prompts), sampling, prompt_text=prompts)
+            ids = self.tokenizer.encode(prompts)
+            return await self._sample(ids, sampling, prompt_text=prompts)
         if not prompts:
             raise ValueError("generate needs a prompt (got an empty list)")
         if not isinstance(prompts[0], str):
             ids = [int(token) for token in prompts]
             return await self._sample(ids, sampling, prompt_text=self.tokenizer.decode(ids))
-        calls = [self._sample(self._encode(str(p)), sampling, prompt_text=str(p)) for p in prompts]
+        encode = self.tokenizer.encode
+        calls = [self._sample(encode(str(p)), sampling, prompt_text=str(p)) for p in prompts]
         return [experience for group in await asyncio.gather(*calls) for experience in group]
 
     async def chat_async(
@@ -161,31 +155,23 @@ class ModelWrapper:
             log.warning("sampling parameter %r is not supported and has no effect", name)
         merged = {**self.generate_kwargs, **overrides}
         if merged.get("max_tokens") is None:
-            merged["max_tokens"] = self._room(prompt_length)
+            length = self.model_cfg.get("max_model_len")
+            if not length:
+                raise ValueError(
+                    "the longest answer is unknown; set model.max_response_tokens, "
+                    "model.max_model_len, or pass max_tokens"
+                )
+            merged["max_tokens"] = max(int(length) - prompt_length, 1)
         if merged.get("seed") is None and self._request_seed is not None:
-            merged["seed"] = self._next_seed()
+            text = f"{self._request_seed}/{self._run_name}/{next(self._requests_of_run)}"
+            draw = hashlib.blake2b(text.encode(), digest_size=4).digest()
+            merged["seed"] = int.from_bytes(draw, "little")
         merged["stop_token_ids"] = tuple(merged.get("stop_token_ids") or ())
         return SamplingParams(**{k: v for k, v in merged.items() if k in _SAMPLING_NAMES})
 
     def begin_run(self, name: str) -> None:
         """What is asked from now on belongs to run ``name`` (batch/task/run)."""
         self._run_name, self._requests_of_run = name, itertools.count()
-
-    def _next_seed(self) -> int:
-        text = f"{self._request_seed}/{self._run_name}/{next(self._requests_of_run)}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
-
-    def _room(self, prompt_length: int) -> int:
-        length = self.model_cfg.get("max_model_len")
-        if not length:
-            raise ValueError(
-                "the longest answer is unknown; set model.max_response_tokens, "
-                "model.max_model_len, or pass max_tokens"
-            )
-        return max(int(length) - prompt_length, 1)
-
-    def _encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text)
 
     def _render(
         self, messages: list[dict[str, Any]], tools: Optional[list[dict[str, Any]]] = None

@@ -142,10 +142,6 @@ class _Request:
     cancelling: int  # cancellations of the task that are not ours
     aborted: bool = False
 
-    def abort(self) -> None:
-        self.aborted = True
-        self.task.cancel()
-
 
 class RequestGate:
     """What becomes of an engine's running requests when its weights change; on one event loop.
@@ -211,7 +207,8 @@ class RequestGate:
                 self.timeout_s,
             )
         for request in self._running:
-            request.abort()
+            request.aborted = True
+            request.task.cancel()
         if not await self._changes.until(lambda: not self._running, SETTLE_S):
             log.warning("%d aborted request(s) do not end", len(self._running))
 
@@ -257,7 +254,11 @@ class EngineActor:
         engine = await asyncio.to_thread(build_engine, self.spec)
         facts = await engine.prepare()
         self._engine = engine
-        await self._close_with_worker()
+        worker = current_worker()
+        if worker is not None:
+            await worker.plugin_add(EngineCloser(self), name=f"close-{self.spec.slot}")
+            serve_engine(worker, self)  # for workflows on runner workers
+        atexit.register(self._close_at_exit)
         self._facts = {"slot": self.spec.slot, "engine": self.spec.engine_type, **facts}
         return self._facts
 
@@ -286,13 +287,6 @@ class EngineActor:
         if engine is not None:
             await engine.close()
 
-    async def _close_with_worker(self) -> None:
-        worker = current_worker()
-        if worker is not None:
-            await worker.plugin_add(EngineCloser(self), name=f"close-{self.spec.slot}")
-            serve_engine(worker, self)  # for workflows on runner workers
-        atexit.register(self._close_at_exit)
-
     def _close_at_exit(self) -> None:
         """A worker that never reached its plugin's teardown still ends its children."""
         with contextlib.suppress(Exception):  # the interpreter is going down; nobody can act
@@ -307,7 +301,15 @@ class EngineActor:
         self, prompt_token_ids: list[int], sampling: SamplingParams, request_id: str
     ) -> list[Completion]:
         if not self._gate().is_set():
-            await self._wait_open()
+            limit_s = float(self.spec.config.get("prepare_timeout_s", 600.0))
+            try:
+                async with asyncio.timeout(limit_s):
+                    await self._gate().wait()
+            except TimeoutError:
+                raise TimeoutError(
+                    f"engine {self.spec.slot} was not opened within {limit_s:g} s; it waits for "
+                    "the current weights (EngineActor.open)"
+                ) from None
 
         async def ask() -> list[Completion]:
             try:
@@ -362,14 +364,3 @@ class EngineActor:
         if self._opened is None:
             self._opened = asyncio.Event()
         return self._opened
-
-    async def _wait_open(self) -> None:
-        timeout_s = float(self.spec.config.get("prepare_timeout_s", 600.0))
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._gate().wait()
-        except TimeoutError:
-            raise TimeoutError(
-                f"engine {self.spec.slot} was not opened within {timeout_s:g} s; it waits for "
-                "the current weights (EngineActor.open)"
-            ) from None

@@ -134,9 +134,6 @@ class RemoteEngine:
         except (asyncio.CancelledError, TimeoutError):
             _aborts.start(_abort(handle, call_id))  # beside: the caller is going away
             raise
-        return self._result(reply, handle, method)
-
-    def _result(self, reply: Any, handle: ActorHandle, method: str) -> Any:
         if not isinstance(reply, dict) or reply.get("status") == "aborted":
             # a worker without the handler (its engine is not there yet) answers None
             raise ActorLost(handle, method, None)

@@ -77,7 +77,11 @@ class BatchSampler:
                 cache.select(keep)
                 tokens = tokens.index_select(0, keep)
             positions = batch.prompt_lengths.index_select(0, batch.prompt_of_row) + step
-            mask = batch.decode_mask(step)
+            mask: torch.Tensor | None = None  # which cached columns a new token sees: all
+            if batch.prompt_mask is not None:
+                real = batch.real.index_select(0, batch.prompt_of_row)
+                answer = torch.ones(len(real), step + 1, dtype=torch.bool, device=self.device)
+                mask = torch.cat([real, answer], dim=1)[:, None, None]
             logits = self._forward(tokens[:, None], positions[:, None], mask, cache)
         self.generated_tokens += int(batch.lengths.sum())
         return batch.completions(version)
@@ -174,14 +178,6 @@ class _Batch:
             mask |= torch.eye(width, dtype=torch.bool, device=self.device)
             self.prompt_mask = mask[:, None]
 
-    def decode_mask(self, step: int) -> torch.Tensor | None:
-        """Which cached columns a new token sees, or None for all of them."""
-        if self.prompt_mask is None:
-            return None
-        real = self.real.index_select(0, self.prompt_of_row)
-        answer = torch.ones(len(real), step + 1, dtype=torch.bool, device=self.device)
-        return torch.cat([real, answer], dim=1)[:, None, None]
-
     # per-request parameters -------------------------------------------------------------
     def _stop_tables(self, eos_ids: Sequence[int], vocab_size: int) -> None:
         """``is_stop[kind, token]`` for each distinct set of extra stop ids."""
@@ -257,9 +253,6 @@ class _Batch:
         self.lengths[finished] = step + 1
         self.stopped[finished] = stop[ended]
         self.alive &= ~ended
-        return self._compact()
-
-    def _compact(self) -> torch.Tensor | None:
         n_alive = int(self.alive.sum())
         if n_alive > LIVE_SHARE_TO_COMPACT * self.n_rows:
             return None
@@ -338,15 +331,12 @@ class ReservedLayer(CacheLayerMixin):
         """Keep, repeat or drop rows: row ``i`` becomes the old row ``index[i]``."""
         assert self.keys is not None
         assert self.values is not None
-        self.keys = self._gathered(self.keys, index)
-        self.values = self._gathered(self.values, index)
-
-    def _gathered(self, old: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        new = old.new_empty(len(index), *old.shape[1:])
-        # only what is filled is copied
-        filled = new[:, :, : self.length]
-        torch.index_select(old[:, :, : self.length], 0, index, out=filled)
-        return new
+        for name, old in (("keys", self.keys), ("values", self.values)):
+            new = old.new_empty(len(index), *old.shape[1:])
+            # only what is filled is copied
+            filled = new[:, :, : self.length]
+            torch.index_select(old[:, :, : self.length], 0, index, out=filled)
+            setattr(self, name, new)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length + query_length, 0

@@ -99,19 +99,25 @@ class WorkThread(Generic[Req, Res]):
                 if self._closed:
                     break
                 call = self._calls.popleft() if self._calls else None
-            if call is not None:
-                self._run_call(*call)
-            else:
+            if call is None:
                 self._run_batch()
+                continue
+            function, waiter = call
+            try:
+                result = function()
+            except Exception as error:
+                _deliver([(waiter, None, error)])
+            else:
+                _deliver([(waiter, result, None)])
         self._fail_waiting()
 
-    def _run_call(self, function: Callable[[], Any], waiter: _Waiter) -> None:
-        try:
-            result = function()
-        except Exception as error:
-            _deliver([(waiter, None, error)])
-        else:
-            _deliver([(waiter, result, None)])
+    def _fail_waiting(self) -> None:
+        with self._wake:
+            waiters = [waiter for _, waiter in (*self._requests, *self._calls)]
+            self._requests.clear()
+            self._calls.clear()
+        error = RuntimeError(f"{self._thread.name} was closed while the request waited")
+        _deliver([(waiter, None, error) for waiter in waiters])
 
     def _run_batch(self) -> None:
         batch = self._take_batch()
@@ -149,14 +155,6 @@ class WorkThread(Generic[Req, Res]):
 
     def _fits(self, batch: list[Any], weight: int) -> bool:
         return not batch or weight + self._weight(self._requests[0][0]) <= self._max_weight
-
-    def _fail_waiting(self) -> None:
-        with self._wake:
-            waiters = [waiter for _, waiter in (*self._requests, *self._calls)]
-            self._requests.clear()
-            self._calls.clear()
-        error = RuntimeError(f"{self._thread.name} was closed while the request waited")
-        _deliver([(waiter, None, error) for waiter in waiters])
 
 
 def _deliver(outcomes: list[tuple[_Waiter, Any, BaseException | None]]) -> None:

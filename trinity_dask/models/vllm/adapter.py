@@ -8,7 +8,7 @@ file is never read, so no stale file can be taken for it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any
 
 from trinity_dask.models.lora_config import peft_config
 
@@ -49,7 +49,10 @@ class AdapterHolder:
         from vllm.lora.peft_helper import PEFTHelper
 
         self._manager = manager
-        self._helper = PEFTHelper.from_dict(_plain(peft_config(lora)))
+        values = peft_config(lora).to_dict()  # as its file has it
+        if not isinstance(values["target_modules"], str):
+            values["target_modules"] = sorted(values["target_modules"])
+        self._helper = PEFTHelper.from_dict(values)
         self._helper.validate_legal(manager.lora_config)
         self._staged: dict[str, torch.Tensor] = {}
 
@@ -65,6 +68,7 @@ class AdapterHolder:
             ValueError: vLLM's model has no module for one of them.
         """
         adapters = self._manager._adapter_manager
+        mapper = getattr(adapters.model, "hf_to_vllm_mapper", None)
         tensors, self._staged = self._staged, {}
         model = self._manager._lora_model_cls.from_lora_tensors(
             ADAPTER_ID,
@@ -73,20 +77,8 @@ class AdapterHolder:
             device="cpu",
             dtype=self._manager.lora_config.lora_dtype,
             model_vocab_size=self._manager.vocab_size,
-            weights_mapper=self._mapper(adapters.model),
+            weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
         )
         adapters.remove_adapter(ADAPTER_ID)
         adapters.add_adapter(model)
         adapters.activate_adapter(ADAPTER_ID)
-
-    @staticmethod
-    def _mapper(model: Any) -> Optional[Any]:
-        mapper = getattr(model, "hf_to_vllm_mapper", None)
-        return None if mapper is None else mapper.get_rename_mapper()
-
-
-def _plain(config: Any) -> dict[str, Any]:
-    """The configuration as its file has it."""
-    values = config.to_dict()
-    targets = values["target_modules"]
-    return values | {"target_modules": targets if isinstance(targets, str) else sorted(targets)}

@@ -233,7 +233,9 @@ def plan_cpu_loader(
         if key not in loader.targets:
             loader.targets[key] = _target(model, path, attribute, dtype)
         target, start = loader.targets[key], filled[key]
-        _check_fits(tensor, target, start)
+        is_as_wide = len(tensor.shape) > 0 and tensor.shape[1:] == target.shape[1:]
+        if not is_as_wide or start + tensor.shape[0] > target.shape[0]:
+            raise NoPlan(f"{tensor.name} has shape {tensor.shape}, its place {target.shape}")
         filled[key] += tensor.shape[0]
         loader.places[tensor.name] = (target, start)
     _check_is_whole(model, filled)
@@ -302,12 +304,6 @@ def _shape(module: Any) -> tuple[int, int]:
     if not hasattr(module, "output_size_per_partition"):
         return module.output_size, module.input_size
     return module.output_size_per_partition, module.input_size_per_partition
-
-
-def _check_fits(tensor: TensorMeta, target: Target, start: int) -> None:
-    is_as_wide = len(tensor.shape) > 0 and tensor.shape[1:] == target.shape[1:]
-    if not is_as_wide or start + tensor.shape[0] > target.shape[0]:
-        raise NoPlan(f"{tensor.name} has shape {tensor.shape}, its place {target.shape}")
 
 
 def _check_is_whole(model: Any, filled: dict[tuple[str, str], int]) -> None:

@@ -84,15 +84,15 @@ class LoopThread:
 
     async def close(self) -> None:
         """Cancel what still runs and end the thread."""
+
+        async def cancel_others() -> None:
+            await ended(asyncio.all_tasks() - {asyncio.current_task()})
+
         if self._open:
-            await self.run(self._cancel_others())
+            await self.run(cancel_others())
             self._open = False
             self.loop.call_soon_threadsafe(self.loop.stop)
         await asyncio.to_thread(self._thread.join, THREAD_TIMEOUT_S)
-
-    @staticmethod
-    async def _cancel_others() -> None:
-        await ended(asyncio.all_tasks() - {asyncio.current_task()})
 
 
 def on_loop(
@@ -130,7 +130,10 @@ class VLLMEngine:
             check_vllm_cpu_head_size(spec.model_path)
         self.spec = spec
         self.model_version = 0
-        self._set_environment()
+        self._world_size = int(spec.config.get("tensor_parallel_size", 1))
+        one_process = spec.device == "cpu" and self._world_size == 1
+        for name, value in (ENVIRONMENT | (CPU_ENVIRONMENT if one_process else {})).items():
+            os.environ.setdefault(name, value)
         self._vllm = _import_vllm()
         self._thread: LoopThread | None = None
         self._llm: Any = None
@@ -142,17 +145,6 @@ class VLLMEngine:
         self._counts = {"requests": 0, "generated_tokens": 0, "running": 0}
 
     # life -------------------------------------------------------------------------------
-    def _set_environment(self) -> None:
-        wanted = dict(ENVIRONMENT)
-        if self.spec.device == "cpu" and self._world_size == 1:
-            wanted.update(CPU_ENVIRONMENT)
-        for name, value in wanted.items():
-            os.environ.setdefault(name, value)
-
-    @property
-    def _world_size(self) -> int:
-        return int(self.spec.config.get("tensor_parallel_size", 1))
-
     async def prepare(self) -> dict[str, Any]:
         start = time.perf_counter()
         self._thread = LoopThread(f"vllm-{self.spec.slot}")
@@ -208,14 +200,15 @@ class VLLMEngine:
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        if self._llm is not None:
-            await asyncio.wait_for(thread.run(self._shutdown()), SHUTDOWN_TIMEOUT_S)
-        await thread.close()
 
-    async def _shutdown(self) -> None:
-        # blocks vLLM's own loop, so that its output handler does not see the engine go
-        llm, self._llm = self._llm, None
-        llm.shutdown(timeout=CPU_EXIT_S if self.spec.device == "cpu" else None)
+        async def shut_down() -> None:
+            # blocks vLLM's own loop, so that its output handler does not see the engine go
+            llm, self._llm = self._llm, None
+            llm.shutdown(timeout=CPU_EXIT_S if self.spec.device == "cpu" else None)
+
+        if self._llm is not None:
+            await asyncio.wait_for(thread.run(shut_down()), SHUTDOWN_TIMEOUT_S)
+        await thread.close()
 
     # requests ---------------------------------------------------------------------------
     async def generate(

@@ -157,7 +157,13 @@ class TrinityTransfer(WeightTransferEngine[GroupInfo, UpdateInfo]):
             return None
         meta = update.meta or self._meta_of_file(update)
         if meta not in self._planned:
-            self._planned[meta] = self._plan(meta)
+            dtype: Any = self.model_config.dtype
+            tied = tied_packed_layers(self.model)
+            self._planned[meta] = None
+            try:
+                self._planned[meta] = plan_cpu_loader(self.model, meta, dtype, tied)
+            except NoPlan as reason:
+                log.warning("weights take vLLM's layer-wise reload, which is slower: %s", reason)
         return self._planned[meta]
 
     def _meta_of_file(self, update: WeightUpdate) -> tuple[TensorMeta, ...]:
@@ -168,14 +174,6 @@ class TrinityTransfer(WeightTransferEngine[GroupInfo, UpdateInfo]):
             return look.meta()
         finally:
             look.end()
-
-    def _plan(self, meta: tuple[TensorMeta, ...]) -> Optional[CpuLoader]:
-        dtype: Any = self.model_config.dtype
-        try:
-            return plan_cpu_loader(self.model, meta, dtype, tied_packed_layers(self.model))
-        except NoPlan as reason:
-            log.warning("weights take vLLM's layer-wise reload, which is slower: %s", reason)
-            return None
 
     def finish_weight_update(self) -> None:
         """Nothing is left to do: the weights are in use when they are loaded."""
@@ -256,11 +254,10 @@ def tied_packed_layers(model: Any) -> list[Any]:
     make that copy again.
     """
 
-    def owns_weight(module: Any) -> bool:
-        weight = getattr(module, "weight", None)
-        return weight is not None and weight.numel() > 0
-
-    return [m for m in model.modules() if hasattr(m, "cpu_linear") and owns_weight(m)]
+    packed = [module for module in model.modules() if hasattr(module, "cpu_linear")]
+    weights = [getattr(module, "weight", None) for module in packed]
+    pairs = zip(packed, weights, strict=True)
+    return [module for module, weight in pairs if weight is not None and weight.numel() > 0]
 
 
 def heat_prompt_logprobs(runner: Any) -> bool:
@@ -276,7 +273,11 @@ def heat_prompt_logprobs(runner: Any) -> bool:
     def by_temperature(hidden_states: Any, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
         everyone = runner.num_prompt_logprobs
         results: dict[str, Any] = {}
-        for heat, requests in _by_heat(runner).items():
+        groups: dict[float, list[str]] = defaultdict(list)
+        for request_id in everyone:
+            params = runner.requests[request_id].sampling_params
+            groups[params.temperature or 1.0].append(request_id)
+        for heat, requests in groups.items():
             # the original works through this table and removes what it finished
             runner.num_prompt_logprobs = {r: everyone.pop(r) for r in requests}
             try:
@@ -289,14 +290,6 @@ def heat_prompt_logprobs(runner: Any) -> bool:
 
     setattr(runner, PROMPT_LOGPROBS, by_temperature)
     return True
-
-
-def _by_heat(runner: Any) -> dict[float, list[str]]:
-    groups: dict[float, list[str]] = defaultdict(list)
-    for request_id in runner.num_prompt_logprobs:
-        params = runner.requests[request_id].sampling_params
-        groups[params.temperature or 1.0].append(request_id)
-    return groups
 
 
 class _ScaledLogits:
