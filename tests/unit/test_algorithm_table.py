@@ -182,10 +182,9 @@ def test_what_is_needed_follows_from_the_functions():
 
     assert not spec(kl_loss_fn="none").uses_reference
     assert spec(advantage_fn="ppo").uses_critic
-    assert spec(advantage_fn="ppo").grouped_advantage_fn is None
-    grouped = spec()
-    assert grouped.grouped_advantage_fn is grouped.advantage_fn
-    assert grouped.advantage_fn is not None
+    assert spec(advantage_fn="ppo").advantage_in_trainer
+    assert not spec().advantage_in_trainer
+    assert spec().advantage_fn is not None
     assert spec(advantage_fn="remax").needs_greedy_baseline
     assert spec(advantage_fn="jsd").uses_teacher
     assert spec(policy_loss_fn="jsd").uses_teacher

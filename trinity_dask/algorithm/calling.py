@@ -38,7 +38,8 @@ def _declared_by_type(cls: type) -> dict[str, bool]:
             continue
         for name, required in _parameters(method):
             found.setdefault(name, required)
-        if not _open_ended(method):
+        parameters = inspect.signature(method).parameters.values()
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             break
     else:  # every ``__call__`` passes its inputs on: what the formula reads
         for name, required in getattr(cls, "declares", dict)().items():
@@ -51,11 +52,6 @@ def _parameters(function: Callable[..., Any]) -> Iterator[tuple[str, bool]]:
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             yield name, parameter.default is parameter.empty
-
-
-def _open_ended(function: Callable[..., Any]) -> bool:
-    parameters = inspect.signature(function).parameters.values()
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def needs_of(loss: Callable[..., Any]) -> frozenset[str]:

@@ -162,14 +162,9 @@ class KLPenalty(KLTerm):
         values = self.estimate(old, batch["ref_logprobs"], old, mask)
         values = torch.where(mask, values, 0.0)
         batch["token_level_rewards"] = batch["token_level_rewards"] - self.coef * values
-        metrics = {"kl": _mean_of_row_means(values, mask), "kl_coef": self.coef}
-        self.update(metrics["kl"], float(mask.any(dim=1).sum()))
+        rows = mask.any(dim=1)
+        means = values.double().sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+        kl = float(means[rows].mean()) if bool(rows.any()) else 0.0
+        metrics = {"kl": kl, "kl_coef": self.coef}
+        self.update(kl, float(rows.sum()))
         return batch, metrics
-
-
-def _mean_of_row_means(values: Tensor, mask: Tensor) -> float:
-    rows = mask.any(dim=1)
-    if not bool(rows.any()):
-        return 0.0
-    means = values.double().sum(dim=1) / mask.sum(dim=1).clamp(min=1)
-    return float(means[rows].mean())

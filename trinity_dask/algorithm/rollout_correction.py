@@ -98,10 +98,6 @@ class RolloutCorrection:
     def active(self) -> bool:
         return self.reweights or self.sequence_filter != "none" or self.dppo_delta is not None
 
-    @property
-    def needs_advantages(self) -> bool:
-        return self.dppo_delta is not None
-
     def weights(
         self,
         old_logprob: Tensor,
@@ -155,14 +151,13 @@ class RolloutCorrection:
         if level != "token":
             log_w = row_log_ratio(log_w, mask, geometric=level == "geometric").expand_as(log_w)
         weights = log_w.exp()
-        floor = self._floor()
+        floor = self.floor
+        if floor is None and self.mode == "token_mask":
+            floor = 1.0 / self.cap
         if kind == "tis":
             return weights.clamp(min=floor, max=self.cap), {}
         outside = weights > self.cap
         return weights, {self.mode: outside if floor is None else outside | (weights < floor)}
-
-    def _floor(self) -> Optional[float]:
-        return 1.0 / self.cap if self.floor is None and self.mode == "token_mask" else self.floor
 
     def _filtered(self, log_w: Tensor, mask: Tensor) -> dict[str, Tensor]:
         if self.sequence_filter == "none":
@@ -236,11 +231,7 @@ def ratio_metrics(
         f"{prefix}/ratio_mean": float(raw.mean()),
         f"{prefix}/ess": float(raw.sum() ** 2 / (raw.numel() * (raw**2).sum())),
     }
-    return metrics | {f"{prefix}/ratio_{n}": v for n, v in _quantiles(raw).items()}
-
-
-def _quantiles(values: Tensor) -> dict[str, float]:
-    stride = -(-values.numel() // MAX_QUANTILE_VALUES)
-    levels = torch.tensor(list(QUANTILES.values()), device=values.device)
-    found = torch.quantile(values[::stride], levels)
-    return {n: float(v) for n, v in zip(QUANTILES, found, strict=True)}
+    stride = -(-raw.numel() // MAX_QUANTILE_VALUES)
+    levels = torch.tensor(list(QUANTILES.values()), device=raw.device)
+    quantiles = torch.quantile(raw[::stride], levels).tolist()
+    return metrics | {f"{prefix}/ratio_{n}": v for n, v in zip(QUANTILES, quantiles, strict=True)}

@@ -78,19 +78,14 @@ class AlgorithmSpec:
     sample_strategy_args: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def grouped_advantage_fn(self) -> Optional[AdvantageFn]:
-        """The advantage function of the experience pipeline; None when there is none there."""
-        return None if self.advantage_in_trainer else self.advantage_fn
-
-    @property
     def needs(self) -> frozenset[str]:
         """Inputs that the losses require besides log-probs, mask, reference and entropy."""
         found = self.policy_loss.needs | self.entropy_loss.needs
-        return found | {"advantages"} if self.correction.needs_advantages else found
+        return found if self.correction.dppo_delta is None else found | {"advantages"}
 
     @property
     def uses_old_logprobs(self) -> bool:
-        return self.policy_loss.uses_old_logprob
+        return "old_logprob" in self.policy_loss.needs
 
     @property
     def uses_critic(self) -> bool:

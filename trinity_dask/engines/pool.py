@@ -142,15 +142,14 @@ class EnginePool:
         await self._looks.close()
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*(self._close_one(e) for e in self._engines.values()))
+        engines = list(self._engines.values())
+        closing = (rpc(e.ref.handle, "close", timeout=CLOSE_TIMEOUT_S) for e in engines)
+        ends = await asyncio.gather(*closing, return_exceptions=True)
+        for engine, error in zip(engines, ends, strict=True):
+            if isinstance(error, Exception):
+                log.warning("engine %s did not close cleanly: %s", engine.slot, error)
+            await release_actor(engine.ref)
         self._engines.clear()
-
-    async def _close_one(self, engine: _Engine) -> None:
-        try:
-            await rpc(engine.ref.handle, "close", timeout=CLOSE_TIMEOUT_S)
-        except Exception as error:
-            log.warning("engine %s did not close cleanly: %s", engine.slot, error)
-        await release_actor(engine.ref)
 
     # membership -----------------------------------------------------------------------
     def handle(self, slot: str) -> ActorHandle:

@@ -159,13 +159,10 @@ class SyncState:
         explorer.version = version
 
     # decisions: explorer ------------------------------------------------------------
-    def is_boundary(self, step: int) -> bool:
-        past = step - self.offset
-        return past > 0 and past % self.interval == 0
-
     def should_sync(self, name: str, step: int) -> bool:
         """Whether the explorer drains and asks for weights after ``step``."""
-        if self.style == "fully_async" or not self.is_boundary(step):
+        past = step - self.offset
+        if self.style == "fully_async" or past <= 0 or past % self.interval:
             return False
         return self.style != "trainer_driven" or self.offer(name) is not None
 
@@ -178,14 +175,10 @@ class SyncState:
             return True
         if explorer.final:
             return self._exhausted(name)
-        if self.style == "fixed":
-            return self._fixed_answer(name)
         if self.style == "explorer_driven":
             return self.standing or self.published > explorer.version
-        return True
-
-    def _fixed_answer(self, name: str) -> bool:
-        explorer = self.explorers[name]
+        if self.style != "fixed":
+            return True
         if len(self.explorers) > 1 and self.method != "nccl":
             return self.published > explorer.version or self._exhausted(name)
         if self.trainer is REQUIRE_SYNC:
@@ -218,16 +211,12 @@ class SyncState:
 
         The start model is version 0, so a trainer at step 0 has nothing to send.
         """
-        explorer = self.explorers[name]
-        version = self._available(explorer.final)
-        return version if version > max(explorer.version, 0) else None
-
-    def _available(self, final: bool) -> int:
-        if self.trainer_lost:
-            return self.published
-        at_sync_points_only = self.style in ("trainer_driven", "fully_async") and not final
+        explorer, version = self.explorers[name], self.published
+        at_sync_points_only = self.style in ("trainer_driven", "fully_async") and not explorer.final
         ready = self.standing and not (at_sync_points_only and self.trainer is STARVED)
-        return max(self.published, self.trainer_version if ready else -1)
+        if ready and not self.trainer_lost:
+            version = max(version, self.trainer_version)
+        return version if version > max(explorer.version, 0) else None
 
     def may_submit(self, name: str, step: int) -> Optional[bool]:
         """Whether ``name`` may begin its batch ``step`` without its rows getting too old.
@@ -243,17 +232,12 @@ class SyncState:
         fits = step + others <= max(explorer.version, 0) + self.max_staleness + 1
         if fits or self.trainer is STOPPED:
             return True
-        if self.style == "explorer_driven" or self._stands_at(name):
+        stands_here = self.style == "trainer_driven" and self.offer(name) is not None
+        if self.style == "explorer_driven" or stands_here:
             return False
-        return True if explorer.paced and self._nobody_moves() else None
-
-    def _stands_at(self, name: str) -> bool:
-        return self.style == "trainer_driven" and self.offer(name) is not None
-
-    def _nobody_moves(self) -> bool:
-        """The trainer needs more rows for a step than the bound allows to be under way."""
+        # nobody moves when a step needs more rows than the bound allows to be under way
         still = (e.paced or e.status in (REQUIRE_SYNC, STOPPED) for e in self.explorers.values())
-        return self._hungry and all(still)
+        return True if explorer.paced and self._hungry and all(still) else None
 
     # decisions: trainer -------------------------------------------------------------
     def sync_due(self, step: int) -> bool:
@@ -307,12 +291,9 @@ class SyncState:
         if self.style == "fixed":
             return live[0].required > self.progress and live[0].loading is None
         if self.style == "explorer_driven":
-            return not any(self._wants_this(e) for e in live)
+            waiting = [e for e in live if e.status is REQUIRE_SYNC or e.loading is not None]
+            return not any(self._behind(e) for e in waiting)
         return not self._behind(live[0]) or self.writes_blocked
-
-    def _wants_this(self, explorer: ExplorerPosition) -> bool:
-        waits = explorer.status is REQUIRE_SYNC or explorer.loading is not None
-        return waits and self._behind(explorer)
 
     def _behind(self, explorer: ExplorerPosition) -> bool:
         return explorer.version < self.trainer_version

@@ -36,12 +36,6 @@ N_PROBES = 8
 PROBE_TOKENS = 12
 
 
-def probe_sequences(vocab_size: int) -> list[list[int]]:
-    """Eight fixed token sequences, the same in every process and run."""
-    generator = np.random.default_rng(20_240_229)
-    return generator.integers(0, vocab_size, size=(N_PROBES, PROBE_TOKENS)).tolist()
-
-
 @dataclass
 class _Receiver:
     """The engines of one explorer."""
@@ -395,8 +389,11 @@ class WeightTransfers:
         return interval > 0 and (self.transfers - 1) % interval == 0
 
     async def _probe_sequences(self) -> list[list[int]]:
+        """A few fixed token sequences, the same in every process and run."""
         if self._sequences is None:
-            self._sequences = probe_sequences(await self._ask_trainer("vocab_size"))
+            n_ids, shape = await self._ask_trainer("vocab_size"), (N_PROBES, PROBE_TOKENS)
+            generator = np.random.default_rng(20_240_229)
+            self._sequences = generator.integers(0, n_ids, size=shape).tolist()
         return self._sequences
 
     async def _probed(

@@ -228,7 +228,9 @@ class Trainer:
                 feed = await self._source.next(self.step + 1)
                 if feed is not None:
                     break
-                await self._heal_quietly()
+                async with self._healing:  # what was lost while nothing was asked of it
+                    for rank in self.pool.lost[:1]:
+                        await self._rebuild(ActorLost(self.pool.handles[rank], "waiting for rows"))
                 if self._synchronizer is not None and not starving:
                     await self._synchronizer.trainer_starved(self.step)
                 starving = True
@@ -313,12 +315,6 @@ class Trainer:
                 async with self._healing:
                     if error.handle in self.pool.handles:  # not rebuilt meanwhile
                         await self._rebuild(error)
-
-    async def _heal_quietly(self) -> None:
-        """Rebuild ranks that were lost while nothing was asked of them."""
-        async with self._healing:
-            for rank in self.pool.lost[:1]:
-                await self._rebuild(ActorLost(self.pool.handles[rank], "waiting for rows"))
 
     async def ensure_ranks(self) -> None:
         """Rebuild ranks that are lost while the loop stands still (a transfer failed)."""

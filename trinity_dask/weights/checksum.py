@@ -68,8 +68,11 @@ class Digest:
         self._add(name, tensor, content.intdigest(), data.numel())
 
     def _add(self, name: str, tensor: torch.Tensor, content: int, n_bytes: int) -> None:
-        label = _hash_label(name, tensor.dtype, tensor.shape)
-        self._sum = (self._sum + _mix(content ^ label)) & _MASK_64
+        # a bijection of 64-bit integers in which every input bit moves many output bits
+        x = content ^ _hash_label(name, tensor.dtype, tensor.shape)
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK_64
+        self._sum = (self._sum + (x ^ (x >> 31))) & _MASK_64
         self.n_bytes += n_bytes
 
     def join(self, other: Digest) -> None:
@@ -135,13 +138,6 @@ COPY_BYTES = 1 << 22
 def _hash_label(name: str, dtype: torch.dtype, shape: torch.Size) -> int:
     label = f"{name}|{str(dtype).removeprefix('torch.')}|{tuple(shape)}"
     return int.from_bytes(hashlib.blake2b(label.encode(), digest_size=8).digest(), "little")
-
-
-def _mix(x: int) -> int:
-    """A bijection of 64-bit integers in which every input bit moves many output bits."""
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK_64
-    return x ^ (x >> 31)
 
 
 @lru_cache(maxsize=4)

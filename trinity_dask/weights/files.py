@@ -105,9 +105,13 @@ def layout_of(tensors: Mapping[str, torch.Tensor]) -> Layout:
     Raises:
         ValueError: a tensor's dtype has no name in the format.
     """
-    return _layout(
-        tuple((n, _dtype_name(n, t), tuple(t.shape), t.nbytes) for n, t in tensors.items())
-    )
+    found = []
+    for name, tensor in tensors.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in DTYPES:
+            raise ValueError(f"{name} is {dtype}; a weight file holds {', '.join(DTYPES)}")
+        found.append((name, dtype, tuple(tensor.shape), tensor.nbytes))
+    return _layout(tuple(found))
 
 
 @lru_cache(maxsize=4)  # a model's tensors are the same at each version
@@ -126,13 +130,6 @@ def _layout(tensors: tuple[tuple[str, str, tuple[int, ...], int], ...]) -> Layou
     text += b" " * (-(len(text) + 8) % ALIGN_BYTES)
     header = len(text).to_bytes(8, "little") + text
     return Layout(header, [(n, a + len(header), b + len(header)) for n, a, b in places])
-
-
-def _dtype_name(name: str, tensor: torch.Tensor) -> str:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype not in DTYPES:
-        raise ValueError(f"{name} is {dtype}; a weight file holds {', '.join(DTYPES)}")
-    return dtype
 
 
 def read_layout(memory: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
@@ -311,7 +308,8 @@ def _upload(file: str, url: str, options: Options, digest: Digest) -> None:
     fs, root = _open(url, options)
     old = _marker(fs, root)
     target = f"{root.removesuffix(SUFFIX)}-{secrets.token_hex(4)}{SUFFIX}"
-    if not _is_object_store(fs):
+    protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
+    if not protocols & OBJECT_STORES:  # there a misspelt bucket would be made
         fs.makedirs(target.rpartition("/")[0], exist_ok=True)
     marker = {
         "object": target,
@@ -339,17 +337,15 @@ def fetched(update: WeightUpdate) -> Iterator[WeightUpdate]:
         IncompleteWeights: the object is shorter or longer than it was written.
     """
     if not update.path or not is_url(update.path):
-        with looking_at(str(update.path)) if _may_be_rewritten(update) else nullcontext():
+        # a file of method memory is written again
+        rewritten = update.method == "memory" and os.path.isfile(str(update.path))
+        with looking_at(str(update.path)) if rewritten else nullcontext():
             yield replace(update, path=local_path(update.path)) if update.path else update
         return
     with tempfile.TemporaryDirectory(prefix="trinity-weights-") as here:
         file = os.path.join(here, f"weights{SUFFIX}")
         download(update.path, file, update.storage_options)
         yield replace(update, path=file)
-
-
-def _may_be_rewritten(update: WeightUpdate) -> bool:
-    return update.method == "memory" and os.path.isfile(str(update.path))
 
 
 def download(url: str, file: str, options: Options = None) -> None:
@@ -364,17 +360,14 @@ def download(url: str, file: str, options: Options = None) -> None:
             )
         with suppress(FileNotFoundError):  # replaced twice meanwhile: the marker names a new one
             fs.get_file(marker["object"], file)
-            _check_size(url, marker, os.path.getsize(file))
+            n_bytes = os.path.getsize(file)
+            if n_bytes != marker["n_bytes"]:
+                raise IncompleteWeights(
+                    f"{marker['object']} has {n_bytes} bytes and the marker of {url!r} says "
+                    f"{marker['n_bytes']}; it was changed or cut after it was written"
+                )
             return
     raise FileNotFoundError(f"{url!r} was replaced {READ_ATTEMPTS} times while it was being read")
-
-
-def _check_size(url: str, marker: Mapping[str, Any], n_bytes: int) -> None:
-    if n_bytes != marker["n_bytes"]:
-        raise IncompleteWeights(
-            f"{marker['object']} has {n_bytes} bytes and the marker of {url!r} says "
-            f"{marker['n_bytes']}; it was changed or cut after it was written"
-        )
 
 
 def remove_weights(path: str, options: Options = None) -> None:
@@ -395,12 +388,6 @@ def _open(url: str, options: Options) -> tuple[Any, str]:
     fs, root = fsspec.url_to_fs(url, **(options or {}))
     fs.invalidate_cache()  # a listing from before another process wrote
     return fs, root
-
-
-def _is_object_store(fs: Any) -> bool:
-    """Whether a name needs no directory. There ``makedirs`` would make a misspelt bucket."""
-    protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
-    return bool(protocols & OBJECT_STORES)
 
 
 def _marker(fs: Any, root: str) -> dict[str, Any]:

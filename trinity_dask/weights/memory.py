@@ -191,18 +191,15 @@ def _new_file(folder: str, n_bytes: int) -> tuple[str, int]:
         os.close(fd)
         os.unlink(name)
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            raise OSError(errno.ENOSPC, _no_room(folder, n_bytes)) from error
+            free = shutil.disk_usage(folder).free
+            raise OSError(
+                errno.ENOSPC,
+                f"{folder} has room for {free / 1e6:.0f} MB, and the weights need "
+                f"{n_bytes / 1e6:.0f} MB (two or three times that over a run); make it larger (in "
+                "a container: --shm-size), or use synchronizer.sync_method=nccl or checkpoint",
+            ) from error
         raise
     return name, fd
-
-
-def _no_room(folder: str, n_bytes: int) -> str:
-    free = shutil.disk_usage(folder).free
-    return (
-        f"{folder} has room for {free / 1e6:.0f} MB, and the weights need {n_bytes / 1e6:.0f} MB "
-        "(two or three times that over a run); make it larger (in a container: --shm-size), or "
-        "use synchronizer.sync_method=nccl or checkpoint"
-    )
 
 
 def set_free(path: str) -> None:

@@ -135,7 +135,12 @@ class RECAdvantage(BaselineAdvantage):
         self.epsilon, self.std_normalize, self.drop = epsilon, std_normalize, drop
 
     def scores(self, tid: str, rewards: Rewards, extra: dict[str, list[float]]) -> list[float]:
-        dropped = self._surplus(tid, rewards) if self.drop else frozenset()
+        dropped: frozenset[Hashable] = frozenset()
+        if self.drop:
+            center = rewards.mean()
+            below = [run for run, r in rewards.of_runs().items() if r < center]
+            surplus = max(2 * len(below) - rewards.n_runs, 0)
+            dropped = frozenset(random.Random(tid).sample(below, surplus))
         extra.setdefault("drop_balance", []).append(float(len(dropped)))
         pairs = list(zip(rewards.values, rewards.runs, strict=True))
         left = [(r, run) for r, run in pairs if run not in dropped]
@@ -145,13 +150,6 @@ class RECAdvantage(BaselineAdvantage):
         center = kept.mean()
         width = kept.std(ddof=0) + self.epsilon if self.std_normalize else 1.0
         return [0.0 if run in dropped else (r - center) / width for r, run in pairs]
-
-    def _surplus(self, tid: str, rewards: Rewards) -> frozenset[Hashable]:
-        """Runs to drop."""
-        center = rewards.mean()
-        below = [run for run, r in rewards.of_runs().items() if r < center]
-        surplus = max(2 * len(below) - rewards.n_runs, 0)
-        return frozenset(random.Random(tid).sample(below, surplus))
 
 
 @ADVANTAGE_FN.register_module("raft")

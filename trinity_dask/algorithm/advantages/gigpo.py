@@ -74,7 +74,9 @@ class GiGPOAdvantage:
     def _score_task(self, runs: list[list[Any]], tally: _Tally) -> None:
         rewards = [step_rewards(run, self.reward_key) for run in runs]
         totals = [math.fsum(values) for values in rewards]
-        tally.group(totals)
+        if totals:
+            tally.means.append(mean(totals))
+            tally.stds.append(std(totals))
         of_run = self._normalised(totals)
         steps = [row for run in runs for row in run]
         returns = [value for values in rewards for value in discounted(values, self.gamma)]
@@ -82,7 +84,8 @@ class GiGPOAdvantage:
         episode = [a for a, run in zip(of_run, runs, strict=True) for _ in run]
         for row, a_e, a_s in zip(steps, episode, of_step, strict=True):
             write(row, a_e + self.omega * a_s)
-            tally.step(a_e, a_s)
+            tally.abs_episode.append(abs(a_e))
+            tally.abs_step.append(abs(a_s))
 
     def _among_equal_states(
         self, steps: list[Any], returns: list[float], tally: _Tally
@@ -93,7 +96,7 @@ class GiGPOAdvantage:
             buckets.setdefault(("", index) if state is None else ("state", state), []).append(index)
         scores = [0.0] * len(steps)
         for members in buckets.values():
-            tally.bucket(len(members))
+            tally.sizes.append(len(members))
             values = self._normalised([returns[index] for index in members])
             for index, value in zip(members, values, strict=True):
                 scores[index] = value
@@ -116,18 +119,6 @@ class _Tally:
         self.abs_episode: list[float] = []
         self.abs_step: list[float] = []
         self.groups_of_one = 0
-
-    def group(self, totals: list[float]) -> None:
-        if totals:
-            self.means.append(mean(totals))
-            self.stds.append(std(totals))
-
-    def bucket(self, size: int) -> None:
-        self.sizes.append(size)
-
-    def step(self, episode: float, step: float) -> None:
-        self.abs_episode.append(abs(episode))
-        self.abs_step.append(abs(step))
 
     def metrics(self, n_rows: int) -> dict[str, float]:
         shared = [size for size in self.sizes if size > 1]

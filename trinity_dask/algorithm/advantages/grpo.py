@@ -146,7 +146,11 @@ class GRPOAdvantage:
         for _ in range(n_groups):
             group = kept[draw.randrange(len(kept))]
             if len(copies) + len(group) <= n_rows:
-                copies += [_copied(row) for row in group]
+                for row in group:
+                    twin, eid = copy.deepcopy(row), row.eid
+                    # of its own, so that stores do not take it for the same
+                    twin.eid = dataclasses.replace(eid, suffix=type(eid)().suffix)
+                    copies.append(twin)
         return copies
 
 
@@ -224,10 +228,3 @@ def _mean_logprob(row: Any) -> float:
             "has none; let the engine return log-probs, or set rank_penalty to null"
         )
     return float(np.asarray(row.logprobs, dtype=np.float64)[row.action_mask].mean())
-
-
-def _copied(row: Any) -> Any:
-    """A deep copy with an identity of its own, so that stores do not take it for the same."""
-    twin, eid = copy.deepcopy(row), row.eid
-    twin.eid = dataclasses.replace(eid, suffix=type(eid)().suffix)
-    return twin

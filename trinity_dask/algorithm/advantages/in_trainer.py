@@ -103,12 +103,6 @@ def set_token_advantages(
 Result = tuple[Batch, dict[str, float]]
 
 
-def check_gamma(gamma: float) -> None:
-    """Raise ValueError for a discount outside [0, 1]."""
-    if not 0 <= gamma <= 1:
-        raise ValueError(f"gamma must be in [0, 1] (got {gamma})")
-
-
 @ADVANTAGE_FN.register_module("reinforceplusplus")
 class ReinforcePlusPlusAdvantage:
     """Discounted returns-to-go, whitened over all valid tokens of the batch (2501.03262).
@@ -117,7 +111,8 @@ class ReinforcePlusPlusAdvantage:
     """
 
     def __init__(self, gamma: float = 1.0) -> None:
-        check_gamma(gamma)
+        if not 0 <= gamma <= 1:
+            raise ValueError(f"gamma must be in [0, 1] (got {gamma})")
         self.gamma = gamma
 
     def __call__(self, batch: Batch) -> Result:

@@ -128,10 +128,6 @@ class PolicyLoss:
         """An importance correction can be applied to it."""
         return "weights" in declared(self)
 
-    @property
-    def uses_old_logprob(self) -> bool:
-        return "old_logprob" in self.needs
-
     @classmethod
     def declares(cls) -> dict[str, bool]:
         """Inputs of the formula, and whether each must be given; none without a formula."""

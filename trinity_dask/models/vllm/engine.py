@@ -239,7 +239,7 @@ class VLLMEngine:
             prompt_logprobs=0,
             flat_logprobs=True,
             detokenize=False,
-            output_kind=self._final_only,
+            output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
         )
         output = await self._request(token_ids, params, f"logprobs-{self._counts['requests']}")
         return np.asarray(output.prompt_logprobs.logprobs, dtype=np.float32)
@@ -267,12 +267,6 @@ class VLLMEngine:
             )
         return last
 
-    @property
-    def _final_only(self) -> Any:
-        from vllm.sampling_params import RequestOutputKind
-
-        return RequestOutputKind.FINAL_ONLY
-
     def _params(self, sampling: SamplingParams) -> Any:
         return self._vllm.SamplingParams(
             n=sampling.n,
@@ -286,7 +280,7 @@ class VLLMEngine:
             logprobs=0,  # of the sampled token only
             flat_logprobs=True,
             detokenize=False,
-            output_kind=self._final_only,
+            output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
         )
 
     def _completion(self, answer: Any, request_id: str) -> Completion:

@@ -144,7 +144,12 @@ def export_policy(checkpoint: Path, dtype: torch.dtype, merge: bool = False) -> 
     adapter = checkpoint / ACTOR / ADAPTER_DIR
     try:
         if adapter.is_dir() and not merge:
-            _copy_adapter(adapter, checkpoint / ACTOR, partial, dtype)
+            tensors = {k: value.to(dtype) for k, value in read_adapter(str(adapter)).items()}
+            save_file(tensors, partial / ADAPTER_FILE, metadata={"format": "pt"})
+            shutil.copyfile(adapter / CONFIG_FILE, partial / CONFIG_FILE)
+            copy_text_files(checkpoint / ACTOR, partial)
+            # a model's configuration would say that the directory holds a whole model
+            (partial / "config.json").unlink(missing_ok=True)
         else:
             _export_model(adapter, checkpoint / ACTOR, partial, dtype)
         if target.exists():  # removing it in place would leave half of it to a kill
@@ -154,15 +159,6 @@ def export_policy(checkpoint: Path, dtype: torch.dtype, merge: bool = False) -> 
         for left in (partial, replaced):
             shutil.rmtree(left, ignore_errors=True)
     return target
-
-
-def _copy_adapter(adapter: Path, actor: Path, target: Path, dtype: torch.dtype) -> None:
-    tensors = {name: value.to(dtype) for name, value in read_adapter(str(adapter)).items()}
-    save_file(tensors, target / ADAPTER_FILE, metadata={"format": "pt"})
-    shutil.copyfile(adapter / CONFIG_FILE, target / CONFIG_FILE)
-    copy_text_files(actor, target)
-    # a model's configuration would say that the directory holds a whole model
-    (target / "config.json").unlink(missing_ok=True)
 
 
 def _export_model(adapter: Path, actor: Path, target: Path, dtype: torch.dtype) -> None:
