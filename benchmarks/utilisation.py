@@ -40,7 +40,7 @@ from trinity_dask.cluster import RunCluster, call, open_cluster, start_actor
 from trinity_dask.config.schema import Config, GroupConfig
 from trinity_dask.experience import Experience
 from trinity_dask.explorer.schedule.scheduler import Scheduler
-from trinity_dask.models.actor.actor import EngineActor, local_engine
+from trinity_dask.models.actor.actor import EngineActor, ready_engine
 from trinity_dask.models.protocol import EngineSpec, SamplingParams
 from trinity_dask.workflows import Task, Workflow
 
@@ -66,7 +66,8 @@ class OneRequest(Workflow):
 
     async def run_async(self) -> list[Experience]:
         begin = time.time()
-        await local_engine().generate([1], SamplingParams(max_tokens=1), "request")
+        engine = await ready_engine(60.0)
+        await engine.generate([1], SamplingParams(max_tokens=1), "request")
         tokens, versions = [1, 2], [0]
         found = Experience(tokens, 1, reward=1.0, logprobs=[0.0], versions=versions)
         found.metrics = {"begin": begin, "end": time.time()}

@@ -10,7 +10,7 @@ from pathlib import Path
 from explorer_workflows import experience
 
 from trinity_dask.experience import Experience
-from trinity_dask.models.actor.actor import local_engine
+from trinity_dask.models.actor.actor import ready_engine
 from trinity_dask.models.protocol import SamplingParams
 from trinity_dask.workflows import Task, Workflow
 
@@ -21,7 +21,7 @@ class AtEngineSpeed(Workflow):
     is_async = True
 
     async def run_async(self) -> list[Experience]:
-        engine = local_engine()
+        engine = await ready_engine(60.0)
         started = time.monotonic()
         await engine.generate([1, 2], SamplingParams(max_tokens=2), "request")
         found = experience()

@@ -12,7 +12,7 @@ from trinity_dask.algorithm.aggregate import (
     aggregate,
 )
 from trinity_dask.algorithm.entropy import EntropyLoss, MixEntropyLoss, NoEntropyLoss
-from trinity_dask.algorithm.kl import KL_ESTIMATORS, KLLoss
+from trinity_dask.algorithm.kl import KL_FN, KLLoss
 from trinity_dask.algorithm.policy_losses import POLICY_LOSS_FN, PPOLoss
 
 # every loss with its defaults, and the variants that take other paths
@@ -189,7 +189,7 @@ def test_extreme_ratios_stay_finite(loss_fn):
     assert torch.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize("name", KL_ESTIMATORS.names())
+@pytest.mark.parametrize("name", KL_FN.names())
 def test_kl_is_zero_at_the_reference_and_only_counts_valid_tokens(name):
     tensors = inputs()
     mask = tensors["action_mask"]

@@ -10,7 +10,7 @@ import pytest
 from models_support import engine_spec, run
 
 from trinity_dask.config import Config, ConfigError, resolve
-from trinity_dask.models.actor.actor import EngineActor, build_engine, local_engine
+from trinity_dask.models.actor.actor import EngineActor, build_engine, ready_engine
 from trinity_dask.models.protocol import SamplingParams, WeightUpdate
 from trinity_dask.models.vllm.engine import LoopThread
 from trinity_dask.run.names import check_names
@@ -66,17 +66,18 @@ def test_a_request_has_a_deadline():
     run(main())
 
 
-def test_local_engine_is_the_one_of_this_process_until_it_is_closed():
+def test_the_engine_of_this_process_is_the_newest_until_it_is_closed():
     async def main():
         engine = actor()
-        await engine.prepare()
-        assert local_engine() is engine
+        await engine.open()
+        assert await ready_engine(1.0) is engine
         newer = actor()
+        await newer.open()
         await engine.close()
-        assert local_engine() is newer
+        assert await ready_engine(1.0) is newer
         await newer.close()
-        with pytest.raises(RuntimeError, match="has no engine"):
-            local_engine()
+        with pytest.raises(TimeoutError, match="did not serve"):
+            await ready_engine(0.05)
 
     run(main())
 

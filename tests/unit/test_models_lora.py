@@ -17,7 +17,6 @@ from trinity_dask.models.lora import (
     adapter_parameters,
     add_adapter,
     load_adapter,
-    merged_weights,
 )
 from trinity_dask.models.protocol import SamplingParams, WeightUpdate
 from trinity_dask.models.torch.engine import TorchEngine, load_model
@@ -103,6 +102,20 @@ def test_an_adapter_checkpoint_continues_bit_for_bit(path, tmp_path):
     wrapped = PeftModel.from_pretrained(load_policy(path), str((saved / ADAPTER).parent))
     ids = torch.arange(6)[None]
     torch.testing.assert_close(wrapped(ids).logits, third.policy.module(ids).logits)
+
+
+@torch.no_grad()
+def merged_weights(model):
+    """Weights of the whole model by its own names, the adapter added to the base by peft."""
+    merged = {}
+    for name, parameter in model.named_parameters():
+        if ".lora_" not in name:
+            merged[name.replace(".base_layer.", ".")] = parameter.detach()
+    for name, part in model.named_modules():
+        if hasattr(part, "get_delta_weight"):
+            delta = part.get_delta_weight("default")
+            merged[f"{name}.weight"] = part.base_layer.weight.detach() + delta
+    return merged
 
 
 @pytest.mark.parametrize("merge", [False, True])

@@ -13,7 +13,7 @@ from models_support import PROMPT, engine_spec, hf_logprobs, save_model
 from trinity_dask.cluster.actors import recreate_actor, start_actor
 from trinity_dask.cluster.rpc import call
 from trinity_dask.cluster.slots import slot_resource
-from trinity_dask.models.actor.actor import EngineActor, local_engine
+from trinity_dask.models.actor.actor import EngineActor, ready_engine
 from trinity_dask.models.protocol import SamplingParams
 from trinity_dask.models.torch.engine import load_model
 
@@ -71,7 +71,8 @@ def serve(client, ref) -> None:
 
 
 async def rollout(prompt: list[int], name: str):
-    (completion,) = await local_engine().generate(prompt, SamplingParams(max_tokens=6), name)
+    engine = await ready_engine(START_S)
+    (completion,) = await engine.generate(prompt, SamplingParams(max_tokens=6), name)
     return completion
 
 

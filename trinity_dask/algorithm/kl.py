@@ -19,7 +19,6 @@ from trinity_dask.registry import Registry
 
 Estimator = Callable[[Tensor, Tensor, Optional[Tensor]], Tensor]
 KL_FN: Registry[Estimator] = Registry("kl_loss_fn")
-KL_ESTIMATORS = KL_FN
 MAX_ADAPTIVE_ERROR = 0.2  # Ziegler et al., arXiv 1909.08593
 
 

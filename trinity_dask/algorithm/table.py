@@ -32,7 +32,6 @@ from trinity_dask.algorithm.sample_strategies import (
 from trinity_dask.algorithm.types import ALGORITHM
 from trinity_dask.registry import Registry, build, build_callable, nearest
 
-SCHEMAS = ("experience", "sft", "cpt", "dpo")
 _FUNCTIONS = (
     "advantage_fn",
     "policy_loss_fn",

@@ -28,15 +28,20 @@ def scheduler_of(client: Client) -> Any:
     return client.scheduler
 
 
-async def slot_labels(client: Client) -> set[str]:
-    """The slots that running workers carry."""
-    info = await scheduler_of(client).identity(n_workers=-1)
+def slots_in(identity: dict[str, Any]) -> dict[str, str]:
+    """Slot and worker address, of every running worker that carries a slot, in what the scheduler
+    says of itself."""
     return {
-        name.removeprefix(PREFIX)
-        for worker in info["workers"].values()
+        name.removeprefix(PREFIX): address
+        for address, worker in identity["workers"].items()
         for name, amount in worker["resources"].items()
         if name.startswith(PREFIX) and amount > 0
     }
+
+
+async def slot_labels(client: Client) -> set[str]:
+    """The slots that running workers carry."""
+    return set(slots_in(await scheduler_of(client).identity(n_workers=-1)))
 
 
 async def wait_for_slot(client: Client, slot: str, timeout: float) -> None:

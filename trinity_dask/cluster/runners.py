@@ -10,16 +10,16 @@ import asyncio
 import logging
 import os
 import signal
-from typing import Any
 
 from distributed import Client, Nanny
 
-from trinity_dask.cluster.placement import POLL_S, scheduler_of
-from trinity_dask.cluster.slots import PREFIX, RUNNER, runner_slot, slot_resource
+from trinity_dask.cluster.placement import POLL_S, scheduler_of, slots_in
+from trinity_dask.cluster.slots import RUNNER, runner_slot
 
 log = logging.getLogger("trinity_dask.cluster")
 
 REBIRTH_TIMEOUT_S = 60.0
+OF_RUNNERS = f"{RUNNER}-"  # begins their slots
 
 
 async def kill_runner(client: Client, runner: str, timeout_s: float = REBIRTH_TIMEOUT_S) -> str:
@@ -34,8 +34,15 @@ async def kill_runner(client: Client, runner: str, timeout_s: float = REBIRTH_TI
         RuntimeError: the worker has no nanny, so nobody would start it again.
         TimeoutError: it is not back after ``timeout_s``; the message names the slot.
     """
-    address, info = await _find(client, runner)
-    slot = _slot(info)
+    identity = await scheduler_of(client).identity(n_workers=-1)
+    slots = slots_in(identity)
+    address = slots.get(runner, runner)
+    if address not in identity["workers"]:
+        raise ValueError(f"there is no worker {runner!r}; a runner's slot is {runner_slot(0)!r}")
+    info = identity["workers"][address]
+    slot = next((s for s, at in slots.items() if at == address and s.startswith(OF_RUNNERS)), "")
+    if not slot:
+        raise ValueError(f"{runner!r} is worker {info['name']!r}, not a runner worker")
     if not info.get("nanny"):
         raise RuntimeError(
             f"runner worker {slot!r} at {address} has no nanny to start it again; start runner "
@@ -43,7 +50,17 @@ async def kill_runner(client: Client, runner: str, timeout_s: float = REBIRTH_TI
         )
     log.warning("killing runner worker %s at %s: user code in it does not end", slot, address)
     await client.run(_kill_process, workers=[address], nanny=True, asynchronous=True)
-    return await _reborn(client, slot, address, timeout_s)
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                born = (await runner_addresses(client)).get(slot, address)
+                if born != address:
+                    return born
+                await asyncio.sleep(POLL_S)
+    except TimeoutError:
+        raise TimeoutError(
+            f"runner worker {slot!r} (killed at {address}) was not back within {timeout_s:g} s"
+        ) from None
 
 
 def _kill_process(dask_worker: Nanny) -> None:
@@ -54,45 +71,5 @@ def _kill_process(dask_worker: Nanny) -> None:
 
 async def runner_addresses(client: Client) -> dict[str, str]:
     """Slot and address of every runner worker that is there now."""
-    workers = await _workers(client)
-    return {_slot(info): address for address, info in workers.items() if _is_runner(info)}
-
-
-async def _find(client: Client, runner: str) -> tuple[str, dict[str, Any]]:
-    for address, info in (await _workers(client)).items():
-        if runner == address or slot_resource(runner) in info["resources"]:
-            if not _is_runner(info):
-                raise ValueError(f"{runner!r} is worker {info['name']!r}, not a runner worker")
-            return address, info
-    raise ValueError(f"there is no worker {runner!r}; a runner's slot is {runner_slot(0)!r}")
-
-
-async def _workers(client: Client) -> dict[str, dict[str, Any]]:
-    identity = await scheduler_of(client).identity(n_workers=-1)
-    return identity["workers"]
-
-
-def _is_runner(info: dict[str, Any]) -> bool:
-    return info["resources"].get(RUNNER, 0) > 0 and bool(_slot(info))
-
-
-def _slot(info: dict[str, Any]) -> str:
-    start = PREFIX + RUNNER
-    found = [
-        name for name, amount in info["resources"].items() if name.startswith(start) and amount
-    ]
-    return found[0].removeprefix(PREFIX) if found else ""
-
-
-async def _reborn(client: Client, slot: str, dead: str, timeout_s: float) -> str:
-    try:
-        async with asyncio.timeout(timeout_s):
-            while True:
-                address = (await runner_addresses(client)).get(slot, dead)
-                if address != dead:
-                    return address
-                await asyncio.sleep(POLL_S)
-    except TimeoutError:
-        raise TimeoutError(
-            f"runner worker {slot!r} (killed at {dead}) was not back within {timeout_s:g} s"
-        ) from None
+    slots = slots_in(await scheduler_of(client).identity(n_workers=-1))
+    return {slot: address for slot, address in slots.items() if slot.startswith(OF_RUNNERS)}

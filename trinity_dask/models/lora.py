@@ -111,17 +111,3 @@ def adapter_off(model: Any) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.enable_adapters(True)
-
-
-@torch.no_grad()
-def merged_weights(model: Any) -> dict[str, torch.Tensor]:
-    """Weights of the whole model by its own names, the adapter added to the base."""
-    merged = {}
-    for name, parameter in model.named_parameters():
-        if ".lora_" not in name:
-            merged[name.replace(".base_layer.", ".")] = parameter.detach()
-    for name, part in model.named_modules():
-        if hasattr(part, "get_delta_weight"):
-            delta = part.get_delta_weight("default")
-            merged[f"{name}.weight"] = part.base_layer.weight.detach() + delta
-    return merged

@@ -112,7 +112,7 @@ class WeightReceipt:
     """What one side saw of an update; ``checksum`` must be equal on all sides."""
 
     version: int
-    checksum: int  # weight_transfer.checksum over the bytes as received
+    checksum: int  # weights.checksum over the bytes as received
     n_bytes: int
     seconds: float
     step: Optional[int] = None  # trainer only: the train step whose weights these are

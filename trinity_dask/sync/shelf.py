@@ -70,7 +70,8 @@ class WeightShelf:
     ) -> None:
         base = local_path(str(base)).rstrip("/")
         # other processes that read here may work in another directory
-        self.base = base if is_url(base) else os.path.abspath(base)
+        self.is_local = not is_url(base)
+        self.base = os.path.abspath(base) if self.is_local else base
         self.storage_options = dict(storage_options or {})
         self.in_memory = in_memory  # its files are written again, see weights/memory.py
         self.users: set[str] = set()
@@ -93,10 +94,6 @@ class WeightShelf:
         if method == "checkpoint" and path:
             return cls(f"{path.rstrip('/')}/{run_id}", storage_options)
         return cls(Path(job_dir) / "weights")
-
-    @property
-    def is_local(self) -> bool:
-        return not is_url(self.base)
 
     def path(self, version: int) -> str:
         """Where ``version`` is to be written; a local directory exists afterwards."""

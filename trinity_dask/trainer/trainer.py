@@ -116,15 +116,11 @@ class Trainer:
         """Every explorer batch up to this one is trained."""
         return self._source.progress
 
-    @property
-    def total_steps(self) -> Optional[int]:
-        return self.cfg.trainer.total_steps
-
     def status(self) -> dict[str, Any]:
         """Keys of the run's status that the trainer knows."""
         return {
             "step": self.step,
-            "total_steps": self.total_steps,
+            "total_steps": self.cfg.trainer.total_steps,
             "tokens_per_s": self._tokens_per_s,
         }
 
@@ -214,7 +210,8 @@ class Trainer:
 
     @property
     def _finished(self) -> bool:
-        return self._stop or (self.total_steps is not None and self.step >= self.total_steps)
+        last = self.cfg.trainer.total_steps
+        return self._stop or (last is not None and self.step >= last)
 
     async def _next_feed(self) -> Optional[Feed]:
         """Rows for the next step; None at the end of the data or when stopped."""

@@ -52,6 +52,7 @@ class TransferMembers:
     generation: int = 0
     trainer: str | None = None
     members: tuple[Member, ...] = field(default_factory=tuple)
+    world_size: int = 1
     formed: bool = False
     floor_bytes: int = 0  # what members broadcast, bare, in the first group of their number
     speeds: dict[int, float | None] = field(default_factory=dict)  # bytes per s, by world size
@@ -68,17 +69,13 @@ class TransferMembers:
             raise ValueError("a weight-transfer group needs at least one engine")
         self.generation += 1
         self.trainer, self.members, self.formed = trainer, members, False
-        world = self.world_size
+        world = self.world_size = 1 + sum(member.ranks for member in members)
         specs = {"trainer": self._spec(host, port, world, 0)}
         offset = 1
         for member in members:
             specs[member.slot] = self._spec(host, port, world, offset)
             offset += member.ranks
         return specs
-
-    @property
-    def world_size(self) -> int:
-        return 1 + sum(member.ranks for member in self.members)
 
     @property
     def bytes_per_s(self) -> float | None:

@@ -65,22 +65,6 @@ def build_engine(spec: EngineSpec) -> InferenceEngine:
     return ENGINES.get(spec.engine_type)(spec)
 
 
-def local_engine() -> EngineActor:
-    """The engine actor of the worker that runs the calling code.
-
-    Raises:
-        RuntimeError: this worker has none (yet, or any more).
-    """
-    address = _worker_address()
-    actor = _actors.get(address)
-    if actor is None:
-        raise RuntimeError(
-            f"worker {address or 'of this process'} has no engine; rollout tasks must carry "
-            "the resource 'rollout', and its engine actor must exist before they are submitted"
-        )
-    return actor
-
-
 async def ready_engine(timeout_s: float) -> EngineActor:
     """This worker's engine, once it is there and lets rollouts in.
 

@@ -19,8 +19,8 @@ from distributed.protocol import to_serialize
 
 from trinity_dask.aio import Background
 from trinity_dask.cluster.context import current_worker
+from trinity_dask.cluster.placement import slots_in
 from trinity_dask.cluster.rpc import ActorHandle, ActorLost, exchange
-from trinity_dask.cluster.slots import PREFIX
 from trinity_dask.models.protocol import Completion, SamplingParams
 
 OP = "trinity_engine"
@@ -28,7 +28,7 @@ ABORT_OP = "trinity_engine_abort"
 CONNECT_TIMEOUT_S = 30.0
 LOCATE_TIMEOUT_S = 120.0
 LOCATE_PERIOD_S = 0.2
-ENGINE_PREFIX = PREFIX + "engine-"
+OF_ENGINES = "engine-"  # begins their slots
 
 
 # the engine's side ------------------------------------------------------------------------
@@ -168,13 +168,8 @@ async def _locate(slot: str, deadline: float) -> ActorHandle:
 
 async def engine_slots() -> dict[str, str]:
     """Slot and worker address of every engine, as the Dask scheduler knows them now."""
-    identity = await _worker().scheduler.identity(n_workers=-1)
-    return {
-        name.removeprefix(PREFIX): address
-        for address, info in identity["workers"].items()
-        for name, amount in info["resources"].items()
-        if name.startswith(ENGINE_PREFIX) and amount > 0
-    }
+    slots = slots_in(await _worker().scheduler.identity(n_workers=-1))
+    return {slot: address for slot, address in slots.items() if slot.startswith(OF_ENGINES)}
 
 
 def _worker() -> Worker:

@@ -104,8 +104,9 @@ def latest_complete(job_dir: str | Path) -> Optional[Path]:
     """The complete checkpoint with the highest step; says which incomplete ones it skips."""
     complete = complete_checkpoints(job_dir)
     latest = complete[-1] if complete else None
+    newest = -1 if latest is None else step_of(latest) or 0
     for path in _candidates(job_dir):
-        if _step(path) > (_step(latest) if latest else -1):
+        if (step_of(path) or 0) > newest:
             log.warning("checkpoint %s is incomplete (a save was cut off) and is skipped", path)
     return latest
 
@@ -127,12 +128,6 @@ def step_of(path: Path) -> Optional[int]:
     """The step that a checkpoint's name tells; None for another name."""
     match = _NAME.match(path.name)
     return None if match is None else int(match[1])
-
-
-def _step(path: Path) -> int:
-    step = step_of(path)
-    assert step is not None
-    return step
 
 
 # writing ------------------------------------------------------------------------------

@@ -441,6 +441,7 @@ class StepRows:
     def __post_init__(self) -> None:
         if self.unit == 2:
             _check_pairs(self.batch)
+        self.every = np.arange(len(self.plan.rows))  # indices of all rows of this rank
         self.widths = Widths.of(self.batch)
         self._numbers: Optional[Numbers] = None
         if self.share_prompts:
@@ -451,11 +452,6 @@ class StepRows:
             name: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
             for name, value in self.batch.items()
         }
-
-    @property
-    def every(self) -> np.ndarray:
-        """Indices of all rows of this rank."""
-        return np.arange(len(self.plan.rows))
 
     @property
     def mask(self) -> Tensor:
