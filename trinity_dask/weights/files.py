@@ -68,6 +68,8 @@ def write_safetensors(
         OSError: the directory cannot be written or is full; ``path`` is then unchanged.
         ValueError: a tensor's dtype has no name in the format.
     """
+    import torch
+
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named}
     header = layout_of(tensors).header
     with (
@@ -75,7 +77,12 @@ def write_safetensors(
         ThreadPoolExecutor(1, "digest") as beside,  # the kernel copies meanwhile
     ):
         digest = beside.submit(_digest, tensors)
-        _write(partial, header, tensors.values())
+        with open(partial, "xb") as file:
+            file.write(header)
+            for tensor in tensors.values():
+                if tensor.numel():
+                    own_memory: Any = tensor.view(-1).view(torch.uint8).numpy()
+                    file.write(own_memory)
     return digest.result()
 
 
@@ -165,30 +172,6 @@ def _entries(header: bytes) -> list[tuple[TensorMeta, torch.dtype, int, int]]:
         meta = TensorMeta(name, names[entry["dtype"]], tuple(entry["shape"]))
         found.append((meta, getattr(torch, meta.dtype), *entry["data_offsets"]))
     return sorted(found, key=lambda entry: entry[2:])
-
-
-def _write(path: Path, header: bytes, tensors: Iterable[torch.Tensor]) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    try:
-        _write_all(fd, memoryview(header))
-        for tensor in tensors:
-            if tensor.numel():
-                _write_all(fd, _bytes_of(tensor))
-    finally:
-        os.close(fd)
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The tensor's own memory."""
-    import torch
-
-    memory: Any = tensor.view(-1).view(torch.uint8).numpy()
-    return memoryview(memory)
-
-
-def _write_all(fd: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(fd, data) :]
 
 
 # --------------------------------------------------------------------------- reading

@@ -131,6 +131,11 @@ class StepEngine:
         # rows that no sampler drew (sft, cpt, dpo) have their likelihood at temperature 1
         self.temperature = cfg.model.temperature if spec.schema == "experience" else 1.0
         self.scorer = self.policy.scorer(self.temperature)
+        terms: dict[str, Optional[KLTerm]] = {
+            "kl_loss": spec.kl_loss,
+            "kl_penalty": spec.kl_penalty,
+        }
+        self._adaptive = {n: t for n, t in terms.items() if t is not None and t.adaptive}
 
     @property
     def trainables(self) -> dict[str, TrainableModel]:
@@ -388,17 +393,13 @@ class StepEngine:
 
     def state_dict(self) -> dict[str, Any]:
         """What the algorithm itself remembers: adaptive coefficients. JSON-able, often empty."""
-        return {name: term.state_dict() for name, term in self._adaptive_terms().items()}
+        return {name: term.state_dict() for name, term in self._adaptive.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over :meth:`state_dict`; a fixed coefficient stays what the config says."""
-        for name, term in self._adaptive_terms().items():
+        for name, term in self._adaptive.items():
             if name in state:
                 term.load_state_dict(state[name])
-
-    def _adaptive_terms(self) -> dict[str, KLTerm]:
-        terms = {"kl_loss": self.spec.kl_loss, "kl_penalty": self.spec.kl_penalty}
-        return {name: term for name, term in terms.items() if term is not None and term.adaptive}
 
 
 def own_tokens(fields: Batch) -> Tensor:
