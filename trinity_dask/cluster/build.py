@@ -131,7 +131,13 @@ def open_cluster(
         ClusterError: a port in use, nobody at the address, or not enough workers.
     """
     if client is not None:
-        return _join(cfg, _checked(client), False, before_joining, run_id)
+        if client.asynchronous or client.status != "running":
+            raise ClusterError(
+                "the given client is "
+                f"{'asynchronous' if client.asynchronous else client.status}; pass a connected "
+                "synchronous distributed.Client"
+            )
+        return _join(cfg, client, False, before_joining, run_id)
     if cfg.cluster.type == "address":
         return _join(cfg, _connect(cfg.cluster.address), True, before_joining, run_id)
     if cfg.cluster.type == "local":
@@ -165,15 +171,6 @@ def _ready(cluster: RunCluster) -> RunCluster:
         cluster.close()
         raise
     return cluster
-
-
-def _checked(client: Client) -> Client:
-    if client.asynchronous or client.status != "running":
-        raise ClusterError(
-            f"the given client is {'asynchronous' if client.asynchronous else client.status}; "
-            "pass a connected synchronous distributed.Client"
-        )
-    return client
 
 
 def _connect(address: str | None) -> Client:

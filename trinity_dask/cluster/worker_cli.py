@@ -10,7 +10,6 @@ import contextlib
 import logging
 import signal
 import tempfile
-from collections.abc import Iterator
 from typing import Any
 
 import dask
@@ -37,12 +36,15 @@ def run_worker(address: str, group: str, index: int, cfg: Config) -> int:
     with tempfile.TemporaryDirectory(prefix="trinity-dask-") as scratch:
         directory = cfg.cluster.local_directory or scratch
         options = worker_options(cfg, group, index, directory)
-        with dask.config.set(SETTINGS), _sigterm_interrupts():
-            runner.start()
+        with dask.config.set(SETTINGS):
+            # SIGTERM ends the worker as Ctrl-C does, instead of leaving it to its warden
+            before = signal.signal(signal.SIGTERM, signal.default_int_handler)
             try:
+                runner.start()
                 return _serve(runner, address, options, cfg.cluster.start_timeout_s)
             finally:
                 runner.stop()
+                signal.signal(signal.SIGTERM, before)
 
 
 def _serve(runner: LoopRunner, address: str, options: dict[str, Any], timeout_s: float) -> int:
@@ -71,13 +73,3 @@ def _serve(runner: LoopRunner, address: str, options: dict[str, Any], timeout_s:
     finally:
         with contextlib.suppress(TimeoutError):
             sync(runner.loop, close, callback_timeout=CLOSE_TIMEOUT_S)
-
-
-@contextlib.contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM ends the worker as Ctrl-C does, instead of leaving it to its warden."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

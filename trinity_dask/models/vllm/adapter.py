@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     import torch
 
 ADAPTER_ID = 1
-ADAPTER_NAME = "policy"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM has room for
 
 
@@ -33,13 +32,6 @@ def adapter_args(lora: Mapping[str, Any]) -> dict[str, Any]:
             "use explorer.rollout_model.engine_type=torch"
         )
     return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": room[0]}
-
-
-def adapter_request() -> Any:
-    """What makes a request use the adapter."""
-    from vllm.lora.request import LoRARequest
-
-    return LoRARequest(ADAPTER_NAME, ADAPTER_ID, "(in memory)")
 
 
 class AdapterHolder:

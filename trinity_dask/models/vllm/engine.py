@@ -36,7 +36,7 @@ from trinity_dask.models.protocol import (
     check_token_ids,
     checked,
 )
-from trinity_dask.models.vllm.adapter import adapter_args, adapter_request
+from trinity_dask.models.vllm.adapter import ADAPTER_ID, adapter_args
 
 log = logging.getLogger("trinity_dask.engines")
 
@@ -329,7 +329,9 @@ class VLLMEngine:
             raise
         self.model_version = update.version
         if self._lora is not None:
-            self._adapter = adapter_request()
+            from vllm.lora.request import LoRARequest
+
+            self._adapter = LoRARequest("policy", ADAPTER_ID, "(in memory)")
         await self._llm.resume_generation()
         checksums = {receipt["checksum"] for receipt in receipts}
         if len(checksums) != 1:

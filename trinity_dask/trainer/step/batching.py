@@ -112,15 +112,6 @@ def flagged(table: pa.Table, key: str) -> np.ndarray:
     return found
 
 
-def _info_numbers(table: pa.Table, key: str) -> np.ndarray | None:
-    """``info[key]`` of every row: float32 ``[rows]``; None unless all rows have it."""
-    texts = column(table, "info")
-    if table.num_rows == 0 or not pc.all(pc.match_substring(texts, f'"{key}"')).as_py():
-        return None
-    values = [json.loads(text).get(key) for text in texts.to_pylist()]
-    return None if None in values else np.array(values, np.float32)
-
-
 def collate(table: pa.Table, pad_token_id: int, step: Optional[pa.Table] = None) -> Batch:
     """Padded tensors of ``table``: prompts left-padded to P, responses right-padded to R.
 
@@ -159,9 +150,11 @@ def collate(table: pa.Table, pad_token_id: int, step: Optional[pa.Table] = None)
     reward = pc.fill_null(column(table, "reward"), float("nan"))
     arrays["reward"] = reward.to_numpy(zero_copy_only=False).astype(np.float32)
     arrays["expert_mask"] = arrays["action_mask"] & flagged(table, "is_expert")[:, None]
-    baselines = _info_numbers(table, "reward_baseline")
-    if baselines is not None:
-        arrays["reward_baselines"] = baselines
+    texts = column(table, "info")
+    if table.num_rows and pc.all(pc.match_substring(texts, '"reward_baseline"')).as_py():
+        baselines = [json.loads(text).get("reward_baseline") for text in texts.to_pylist()]
+        if None not in baselines:
+            arrays["reward_baselines"] = np.array(baselines, np.float32)
     arrays["group"] = group_codes(table)
     for key, name in (("run", "run"), ("eid_step", "step")):
         arrays[key] = column(table, name).to_numpy(zero_copy_only=False).astype(np.int64)
