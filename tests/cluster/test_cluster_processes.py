@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -43,8 +44,9 @@ class Driver:
             raise AssertionError(self.process.stderr.read() if self.process.stderr else "")
         self.seen = json.loads(line)
         self.everything = set(psutil.Process(self.process.pid).children(recursive=True))
-        for pids in self.seen.values():
-            self.everything |= {psutil.Process(pid) for pid in pids}
+        for pid in (pid for pids in self.seen.values() for pid in pids):
+            with suppress(psutil.NoSuchProcess):  # a driver that succeeds ends at once
+                self.everything.add(psutil.Process(pid))
 
     def interrupt_group(self) -> None:
         """What a terminal does at Ctrl-C."""

@@ -73,6 +73,8 @@ class Rewards:
         self.values, self.runs = list(values), list(runs)
         rows = Counter(self.runs)
         self.n_runs = len(rows)
+        # fewer than two runs, or all rewards equal: nothing to compare
+        self.is_flat = self.n_runs < 2 or min(self.values) == max(self.values)
         self.weights = [1.0 / rows[run] for run in self.runs]
 
     @classmethod
@@ -80,11 +82,6 @@ class Rewards:
         """Those of the experiences that have one."""
         scored = [row for row in rows if is_scored(row)]
         return cls([float(row.reward) for row in scored], [row.eid.rid for row in scored])
-
-    @property
-    def is_flat(self) -> bool:
-        """Fewer than two runs, or all rewards equal: nothing to compare."""
-        return self.n_runs < 2 or min(self.values) == max(self.values)
 
     def mean(self) -> float:
         weighted = zip(self.values, self.weights, strict=True)
