@@ -9,7 +9,7 @@ from trainer_support import batch_of, engine, logprobs, rows, tiny_model
 
 from trinity_dask.algorithm.entropy import token_entropy
 from trinity_dask.trainer.model.logprobs import Scorer
-from trinity_dask.trainer.model.policy_model import without_dropout
+from trinity_dask.trainer.model.policy_model import deterministic
 from trinity_dask.trainer.step.batching import Widths, micro_batches, sequence_batch, take
 
 
@@ -89,9 +89,8 @@ def test_sequences_are_probed_like_an_engine_does():
 
 
 def test_a_model_with_dropout_scores_the_same_twice_while_training():
-    model = tiny_model(dropout=0.5)
+    model = deterministic(tiny_model(dropout=0.5), "cpu", gradient_checkpointing=False)
     model.train()
-    without_dropout(model)
     experiences = rows(4)
     for first, second in zip(score(model, experiences), score(model, experiences), strict=True):
         np.testing.assert_array_equal(first, second)

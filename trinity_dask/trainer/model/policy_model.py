@@ -68,22 +68,23 @@ def load_policy(
         )
     if lora is not None and lora.rank > 0:
         add_adapter(model, asdict(lora), str(model_path))
+    return deterministic(model, device, gradient_checkpointing)
+
+
+def deterministic(model: Any, device: str, gradient_checkpointing: bool) -> Any:
+    """``model`` on ``device`` without any dropout: with it the trainer's policy would not be the
+    sampler's."""
     model.to(device)
-    without_dropout(model)
-    model.eval()
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()  # transformers checkpoints only in training mode
-    return model
-
-
-def without_dropout(model: Any) -> None:
-    """Set every dropout to 0: with it the trainer's policy would not be the sampler's."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0
+    model.eval()
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()  # transformers checkpoints only in training mode
+    return model
 
 
 def autocast_dtype(name: str) -> Optional[torch.dtype]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from trinity_dask.algorithm.table import AlgorithmSpec
 from trinity_dask.config.schema import Config
 from trinity_dask.trainer.model.logprobs import positions
-from trinity_dask.trainer.model.policy_model import LOADING, without_dropout
+from trinity_dask.trainer.model.policy_model import LOADING, deterministic
 from trinity_dask.trainer.step.batching import MicroBatch
 
 HEAD_NAMES = ("score", "classifier")  # what transformers calls the head
@@ -77,13 +77,7 @@ def load_value_model(
             for name, parameter in model.named_parameters():
                 if name.partition(".")[0] in HEAD_NAMES:
                     parameter.zero_()
-    model.to(device)
-    without_dropout(model)
-    model.eval()
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()
-    return model
+    return deterministic(model, device, gradient_checkpointing)
 
 
 class ValueScorer:
