@@ -75,15 +75,19 @@ async def ready_engine(timeout_s: float) -> EngineActor:
     try:
         async with asyncio.timeout(timeout_s):
             while True:
-                arrival = asyncio.Event()
+                waiter = (asyncio.get_running_loop(), asyncio.Event())
                 with _actors_lock:
                     engine = _actors.get(address)
                     if engine is None:
-                        _awaited.append((asyncio.get_running_loop(), arrival))
+                        _awaited.append(waiter)
                 if engine is not None:
                     await engine._gate().wait()
                     return engine
-                await arrival.wait()
+                try:
+                    await waiter[1].wait()
+                finally:
+                    with _actors_lock, contextlib.suppress(ValueError):  # told already
+                        _awaited.remove(waiter)
     except TimeoutError:
         raise TimeoutError(
             f"the engine of worker {address} did not serve within {timeout_s:g} s"
