@@ -460,3 +460,21 @@ print((peak() - before) // 1024)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 130
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ('{"a": 1}\n{"a": 2.5}', [1, 2.5]),
+        ('\n{"a": 1, "b": {"a": 7}}\n\n  {"b": 3}\n', [1, None]),
+        ('{"a": "1"}\n{"a": 2}', ["1", 2]),
+        ('{"a": null}\n{"a": true}', [None, True]),
+        ('{"a": 1}\n{"b": "' + "x" * (3 << 20) + '", "a": 2}', [1, 2]),
+        ("\ufeff" + '{"a": 1}\n' + "\ufeff" + '{"a": 2}', [1, 2]),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_column_of_lines(tmp_path: Path, text: str, values: list[Any], packed: bool) -> None:
+    data = gzip.compress(text.encode()) if packed else text
+    reader = RowReader(str(put(tmp_path / f"x.jsonl{'.gz' * packed}", data)))
+    assert reader.column("a") == values

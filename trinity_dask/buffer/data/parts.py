@@ -24,6 +24,7 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
+import pyarrow.json
 import pyarrow.parquet
 import xxhash
 
@@ -260,6 +261,17 @@ class LinesPart:
         return spread(len(self), count)
 
     def column(self, name: str) -> list[Any]:
+        # numbers, which selectors ask for, are read ten times faster by Arrow
+        only = pa.json.ParseOptions(
+            explicit_schema=pa.schema([(name, pa.float64())]), unexpected_field_behavior="ignore"
+        )
+        try:
+            with open(f"/dev/fd/{self._file.fileno()}", "rb") as file:
+                found = pa.json.read_json(file, parse_options=only)[name]
+        except pa.ArrowInvalid:  # other values, or other text than Arrow reads
+            found = ()
+        if len(found) == len(self):
+            return found.to_pylist()
         return [self.row(index).get(name) for index in range(len(self))]
 
 
