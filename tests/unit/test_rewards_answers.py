@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from trinity_dask.rewards import math as rewards_math
 from trinity_dask.rewards.answers.comparison import compare
 from trinity_dask.rewards.answers.expression import equal, exact, proportion
-from trinity_dask.rewards.answers.forms import Opaque, Text, read
+from trinity_dask.rewards.answers.forms import read
 from trinity_dask.rewards.answers.grammar import parse
+from trinity_dask.rewards.answers.kinds import Opaque, Text
 from trinity_dask.rewards.answers.notation import clean, spelled_numbers
 from trinity_dask.rewards.answers.units import parse_unit
 from trinity_dask.rewards.math import AccuracyReward, math_equal

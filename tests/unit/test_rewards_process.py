@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -94,6 +96,16 @@ def test_a_death_in_a_call_is_told_from_one_before_it(helpers):
     with pytest.raises(ProcessCallError) as failure:
         helpers.call("math:sqrt", (4,), first=("os:_exit", (3,)))
     assert not isinstance(failure.value, HelperDied)
+
+
+def test_a_helper_that_was_killed_while_free_is_replaced(helpers):
+    pid = helpers.call("os:getpid", ())
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while helpers._free[0].alive and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert helpers.call("os:getpid", ()) != pid
+    assert helpers.count == 1
 
 
 def test_what_is_called_first_is_called_once_in_every_helper(helpers, tmp_path):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from typing import Any, Optional
 
-from trinity_dask.rewards.answers.forms import Assigned, Many, Opaque, Text, read
+from trinity_dask.rewards.answers.forms import read
+from trinity_dask.rewards.answers.kinds import Assigned, Many, Opaque, Region, Text
 from trinity_dask.rewards.answers.notation import clean
 from trinity_dask.rewards.answers.units import parse_unit
 
@@ -40,8 +41,11 @@ _NUMBER = re.compile(
     re.IGNORECASE,
 )
 _PRAISE = re.compile(r"^(?:the\s+)?(?:correct|right|best)\b", re.IGNORECASE)
+_BOUND = re.compile(r"^(?:at least|at most|no more than|up to|over|more than)\s+", re.IGNORECASE)
 _DENIED = re.compile(
-    r"(?:\bnot|n't|\bnever)(?:\s+(?:be|equal|equal to|exactly))?\s*[\s$]$", re.IGNORECASE
+    r"(?:(?:n't|not) (?:think|believe)\b.{0,15}|\bnot|n't|\bnever)"
+    r"(?:\s+(?:be|equal|equal to|exactly))?\s*[\s$]$",
+    re.IGNORECASE,
 )
 _UNIT = re.compile(r"\s*(?:[A-Za-z°€%]+(?:\^\{?\d\}?|[²³])?)(?:\s*/\s*[A-Za-z]+)?")
 _CLAUSE_END = re.compile(
@@ -61,7 +65,11 @@ def candidates(text: str, wants_words: bool) -> list[str]:
     """What the text may mean as a whole, then what its last telling sentence says."""
     text = text[-TAIL:].strip()
     found = [text] if len(text) <= LONGEST else []
+    if not wants_words and isinstance(read(text), Region):
+        return found  # a range such as "at least 18" holds a number that is not the answer
     sentences = [piece for piece in _SENTENCE_END.split(text) if piece.strip(" *_#>-")]
+    stated = [sentence for sentence in sentences if not sentence.rstrip(" *_").endswith("?")]
+    sentences = stated or sentences
     for sentence in reversed(sentences[-SENTENCES:]):
         told = _words(sentence) if wants_words else _mathematics(sentence)
         if told is not None:
@@ -84,7 +92,7 @@ def _words(sentence: str) -> Optional[str]:
     said = list(_COPULA.finditer(sentence))
     said = [each for each in said if each[0] not in ":："] or said  # a colon only explains
     told = _plain(sentence[said[-1].end() :]) if said else sentence
-    if _PRAISE.match(told):
+    if said and _PRAISE.match(told):
         told = _plain(sentence[: said[-1].start()])
     return _CLAUSE_END.sub("", told) or None
 
@@ -98,7 +106,7 @@ def _mathematics(sentence: str) -> Optional[str]:
         return _last_group(sentence, formulas)
     said = list(_COPULA.finditer(sentence))
     if said:
-        told = _plain(sentence[said[-1].end() :])
+        told = _BOUND.sub("", _plain(sentence[said[-1].end() :]))
         if not told[:4].lower().startswith("not"):
             for part in (told, _CLAUSE_END.sub("", told)):
                 if _is_mathematics(part):

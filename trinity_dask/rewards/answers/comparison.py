@@ -15,7 +15,9 @@ from typing import Any, Optional
 
 from trinity_dask.rewards.answers import expression, grammar
 from trinity_dask.rewards.answers.dates import Clock
-from trinity_dask.rewards.answers.forms import (
+from trinity_dask.rewards.answers.forms import parsed, read, text_key
+from trinity_dask.rewards.answers.grammar import Node
+from trinity_dask.rewards.answers.kinds import (
     Assigned,
     Form,
     Interval,
@@ -27,12 +29,9 @@ from trinity_dask.rewards.answers.forms import (
     Relation,
     Text,
     Value,
-    read,
-    text_key,
 )
-from trinity_dask.rewards.answers.grammar import Node
 from trinity_dask.rewards.answers.notation import clean
-from trinity_dask.rewards.answers.units import DEGREE, DOZEN, PERCENT, Unit
+from trinity_dask.rewards.answers.units import CURRENCIES, DEGREE, DOZEN, PERCENT, Unit
 
 MAX_TEXT = 20_000  # of what is compared as text alone
 MAX_PAIRS = 400
@@ -96,7 +95,8 @@ def _letters(form: Form, text: str, other: Form) -> Form:
     short = (
         isinstance(form, Text) and isinstance(other, Value) and re.fullmatch("[A-Za-z]{2,3}", text)
     )
-    return Value((grammar.parse(text),)) if short and len(variables_of(other)) > 1 else form
+    product = parsed(text) if short and len(variables_of(other)) > 1 else None
+    return form if product is None else Value((product,))
 
 
 def variables_of(value: Value) -> frozenset[str]:
@@ -122,13 +122,13 @@ def _by_words(answer: str, truth: str) -> Optional[bool]:
         said = _YES_NO.match(answer)
         if said and len(verdict[0]) == len(truth.strip(" .,!")):
             return said[1].lower() == verdict[1].lower()
+    if _LETTERS.match(truth) and _LETTERS.match(answer):
+        left, right = re.findall("[A-J]", answer), re.findall("[A-J]", truth)
+        # without separators it may be a word or an order
+        words = [side for side in (answer, truth) if side.isalpha()]
+        return sorted(left) == sorted(right) and all(w == "".join(sorted(w)) for w in words)
     choice, chosen = _CHOICE.match(truth), _CHOICE.match(answer)
     if choice is None:
-        if _LETTERS.match(truth) and _LETTERS.match(answer):
-            left, right = re.findall("[A-J]", answer), re.findall("[A-J]", truth)
-            # without separators it may be a word or an order
-            words = [side for side in (answer, truth) if side.isalpha()]
-            return sorted(left) == sorted(right) and all(w == "".join(sorted(w)) for w in words)
         return None
     if not _is_choice(choice):
         return None
@@ -260,6 +260,9 @@ def _factors(found: Optional[Unit], wanted: Optional[Unit]) -> list[tuple[Node, 
     if found is not None and wanted is not None:
         if found.bases == wanted.bases:
             return [(("num", found.factor), ("num", wanted.factor))]
+        money = {base for base, _ in found.bases} & {base for base, _ in wanted.bases} & CURRENCIES
+        if money and 1 in (len(found.bases), len(wanted.bases)):
+            return [(one, one)]  # dollars, and dollars per day
         names = {base for base, _ in (*found.bases, *wanted.bases)}
         alike = names <= {"degree", "celsius"} or names <= {"degree", "fahrenheit"}
         dollars = names <= {"yen", "jpy"} or names <= {"yen", "cny"}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
@@ -17,6 +16,20 @@ from typing import Any, Optional
 from trinity_dask.rewards.answers import expression, grammar
 from trinity_dask.rewards.answers.dates import read_clock, read_date
 from trinity_dask.rewards.answers.grammar import Node, Unreadable
+from trinity_dask.rewards.answers.kinds import (
+    EMPTY,
+    Assigned,
+    Form,
+    Interval,
+    Many,
+    Matrix,
+    Opaque,
+    Ratio,
+    Region,
+    Relation,
+    Text,
+    Value,
+)
 from trinity_dask.rewards.answers.notation import clean, joined_thousands, spelled_numbers
 from trinity_dask.rewards.answers.units import MONEY, Unit, lookup, parse_unit
 
@@ -25,87 +38,6 @@ MAX_NESTING = 6
 MAX_UNIT_CHARACTERS = 60
 
 
-@dataclass(frozen=True)
-class Text:
-    """Words. ``key`` is equal for equal ones."""
-
-    key: str
-
-
-@dataclass(frozen=True)
-class Opaque:
-    """Mathematics that is not read here."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Value:
-    r"""One expression (two where ``\pm`` occurs), and its unit where it has one."""
-
-    nodes: tuple[Node, ...]
-    unit: Optional[Unit] = None
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """``1 : 2 : 3``"""
-
-    parts: tuple[Node, ...]
-
-
-@dataclass(frozen=True)
-class Relation:
-    """An equation or inequality: ``left - right`` compared with 0 by ``sign`` (``=<>`` ...)."""
-
-    sign: str
-    left: Node
-    right: Node
-
-
-@dataclass(frozen=True)
-class Assigned:
-    """``x = form``"""
-
-    name: str
-    form: Any
-
-
-@dataclass(frozen=True)
-class Interval:
-    """From ``low`` to ``high``, with the ends that belong to it."""
-
-    low: Node
-    high: Node
-    has_low: bool
-    has_high: bool
-
-
-@dataclass(frozen=True)
-class Region:
-    """A union of intervals and single points; ``of`` is the variable that lies there, if named."""
-
-    parts: tuple[Any, ...]
-    of: str = ""
-
-
-@dataclass(frozen=True)
-class Many:
-    """Several answers. ``kind``: ``set``, ``bare`` (unordered), ``tuple``, ``list`` (ordered)."""
-
-    kind: str
-    items: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """Rows of forms."""
-
-    rows: tuple[tuple[Any, ...], ...]
-
-
-Form = Any
-EMPTY = Many("set", ())
 _INFINITE = ("const", "infty")
 _REALS = Region((Interval(("neg", _INFINITE), _INFINITE, False, False),))
 
@@ -132,6 +64,19 @@ _MATRIX = re.compile(
     r"^\\begin\{([bpvBV]?matrix|array)\}(?:\{[clr|]+\})?(.*)\\end\{\1\}$", re.DOTALL
 )
 _SYSTEM = re.compile(r"^(?:\\\{\s*)?\\begin\{(cases|aligned)\}(.*)\\end\{\1\}$", re.DOTALL)
+_ANY = ("var", "")
+_BOUNDS = tuple(
+    (sign, re.compile(rf"^(?:{words})$", re.IGNORECASE))
+    for sign, words in (
+        ("\\geq", r"(?:\\geq|at least|no less than|no fewer than|a minimum of)\s*(\S.*)"),
+        ("\\geq", r"(\S*\d)\+"),
+        ("\\geq", r"(\S.*?)\s+(?:or|and)\s+(?:more|greater|above|higher|over)"),
+        ("\\leq", r"(?:\\leq|at most|no more than|up to|a maximum of)\s*(\S.*)"),
+        ("\\leq", r"(\S.*?)\s+(?:or|and)\s+(?:less|fewer|below|lower|under)"),
+        ("<", r"(?:<|less than|fewer than|under|below)\s*(\S.*)"),
+        (">", r"(?:>|more than|greater than|over|above)\s*(\S.*)"),
+    )
+)
 _ORDINAL = re.compile(r"^(\d+)(?:st|nd|rd|th)$")
 _IN_BASE = re.compile(r"^(\d+)_(?:\{\s*(\w+)\s*\}|(\d))$")
 _CURRENCY = re.compile(
@@ -219,6 +164,7 @@ class _Reader:
             lambda text, level: read_clock(text),
             lambda text, level: read_date(text),
             self._matrix,
+            self._bound,
             self._measures,
             self._several,
             self._related,
@@ -389,6 +335,15 @@ class _Reader:
         form = self.read(rest, level + 1)
         return None if isinstance(form, Text | Opaque) else form
 
+    def _bound(self, text: str, level: int) -> Form:
+        """``at least 18``, ``< 18``, ``18 or more``, ``18+``"""
+        for sign, pattern in _BOUNDS:
+            found = pattern.match(text)
+            value = self._value(found[1]) if found else None
+            if isinstance(value, Value):
+                return _inequality([_ANY, value.nodes[0]], [sign])
+        return None
+
     def _measures(self, text: str, level: int) -> Form:
         """``2 hours 30 minutes``, ``5 feet and 3 inches``: measures that add up to one."""
         found = _MEASURES.findall(text) if text[:1].isdigit() and len(text) < 80 else []
@@ -436,7 +391,13 @@ class _Reader:
         lowest = max(1, len(text) - MAX_UNIT_CHARACTERS)
         for position in range(lowest, len(text)):
             before, character = text[position - 1], text[position]
-            if character in MONEY or character == "%" or text.startswith("\\degree", position):
+            per = character == "/" and before.isdigit() and text[position + 1 :].strip().isalpha()
+            if (
+                per
+                or character in MONEY
+                or character == "%"
+                or text.startswith("\\degree", position)
+            ):
                 if _ANGLE_OF.search(text, 0, position):
                     return
                 yield text[:position], text[position:]

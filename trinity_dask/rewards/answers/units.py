@@ -75,6 +75,7 @@ _UNITS: dict[str, Unit] = {
 _UNITS["mph"] = Unit(_F(1_609_344, 3_600_000), (("m", 1), ("s", -1)))
 _UNITS["kph"] = _UNITS["kmh"] = Unit(_F(1000, 3600), (("m", 1), ("s", -1)))
 _COUNTS = frozenset({"unit", "units"})
+CURRENCIES = frozenset({"usd", "eur", "gbp", "jpy", "cny", "inr", "krw", "yen"})
 MONEY = frozenset("$€£¥₹₩")
 _POWERS = {
     "square": 2,
