@@ -7,6 +7,8 @@ and taken down by the same stage; the loop is the real one.
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import uuid
 from contextlib import AsyncExitStack
 from typing import Any, Optional
@@ -20,6 +22,18 @@ from trinity_dask.explorer.engine_weights import EngineWeights
 from trinity_dask.explorer.loop import ExploreLoop
 from trinity_dask.launcher.stages import STAGES, StageRunner
 from trinity_dask.launcher.status import StatusBoard
+
+
+def _forwarded(method: Any) -> Any:
+    """``method`` of the real loop as one of the adapter's."""
+    if not inspect.iscoroutinefunction(method):
+        return functools.wraps(method)(lambda self, *args: method(self.real, *args))
+
+    @functools.wraps(method)
+    async def call(self: Explorer, *args: Any) -> Any:
+        return await method(self.real, *args)
+
+    return call
 
 
 class Explorer:
@@ -106,39 +120,18 @@ class Explorer:
         return True
 
     # the loop -------------------------------------------------------------------------
-    async def explore(self) -> str:
-        """Explore until the tasks end; returns the explorer's name. An error is raised here,
-        and is not only logged."""
-        return await self.real.explore()
-
-    async def explore_step(self) -> bool:
-        """Submit the next batch; False when there is none."""
-        return await self.real.explore_step()
-
-    async def finish_current_steps(self) -> None:
-        """Finish everything that was submitted."""
-        await self.real.finish_current_steps()
-
-    async def need_sync(self) -> bool:
-        return await self.real.need_sync()
+    explore = _forwarded(ExploreLoop.explore)
+    explore_step = _forwarded(ExploreLoop.explore_step)
+    finish_current_steps = _forwarded(ExploreLoop.finish_current_steps)
+    need_sync = _forwarded(ExploreLoop.need_sync)
+    need_eval = _forwarded(ExploreLoop.need_eval)
+    eval = _forwarded(ExploreLoop.eval)
+    benchmark = _forwarded(ExploreLoop.benchmark)
+    save_checkpoint = _forwarded(ExploreLoop.save_checkpoint)
 
     async def sync_weight(self) -> None:
         """Finish what was submitted, take the trainer's weights, save."""
         await self.real.sync_weight()
-        await self.real.save_checkpoint()
-
-    def need_eval(self) -> bool:
-        return self.real.need_eval()
-
-    async def eval(self) -> None:
-        """Submit all eval tasksets; their results are logged when they are finished."""
-        await self.real.eval()
-
-    async def benchmark(self) -> bool:
-        """Evaluate the job's checkpoints in order."""
-        return await self.real.benchmark()
-
-    async def save_checkpoint(self) -> None:
         await self.real.save_checkpoint()
 
     # weights --------------------------------------------------------------------------
