@@ -98,6 +98,8 @@ def _words(sentence: str) -> Optional[str]:
 
 
 def _mathematics(sentence: str) -> Optional[str]:
+    if re.search("[A-Za-z]{2}", sentence):
+        sentence = sentence.rstrip("! ")  # of a cry, not a factorial
     sentence = _plain(sentence)
     if _is_mathematics(sentence):
         return sentence
@@ -115,8 +117,15 @@ def _mathematics(sentence: str) -> Optional[str]:
         m
         for m in _NUMBER.finditer(sentence)
         if not _DENIED.search(sentence[max(0, m.start() - 30) : m.start()])
+        and _stands_alone(sentence, m.end())
     ]
     return _last_group(sentence, numbers) if numbers else None
+
+
+def _stands_alone(sentence: str, end: int) -> bool:
+    """Whether no letter follows at once, or one of a unit: not the 50 of ``50a``."""
+    unit = _UNIT.match(sentence, end) if sentence[end : end + 1].isalpha() else None
+    return unit is None or parse_unit(clean(unit[0])) is not None
 
 
 def _is_mathematics(text: str) -> bool:

@@ -34,7 +34,7 @@ _GAP = re.compile(
 _LABEL = re.compile(r"(?<![A-Za-z\\])([A-Za-z](?:_\{?\w{1,9}\}?)?)\s*=\s*\$?\s*$")
 _HASHES = re.compile(r"^[ \t>*]*####(?!#)[ \t]*([^\n]*)$", re.MULTILINE)
 _SAYS = re.compile(
-    r"(?:\banswer\b(?:[ \t]+(?:to|for|of)\b[^\n.:=]{0,80}?)?[*_ \t]*"
+    r"(?:\bans(?:wer)?\b\.?(?:[ \t]+(?:to|for|of)\b[^\n.:=]{0,80}?)?[*_ \t]*"
     r"(?:(?:is|are|was|would be|should be|must be|will be|comes to|equals)\b[*_ \t]*:?|[:：=])"
     r"|答案(?:是|为|：|:)+)",
     re.IGNORECASE,

@@ -31,7 +31,7 @@ from trinity_dask.rewards.answers.kinds import (
     Value,
 )
 from trinity_dask.rewards.answers.notation import clean
-from trinity_dask.rewards.answers.units import CURRENCIES, DEGREE, DOZEN, PERCENT, Unit
+from trinity_dask.rewards.answers.units import CURRENCIES, DEGREE, DOZEN, PERCENT, POUND, Unit
 
 MAX_TEXT = 20_000  # of what is compared as text alone
 MAX_PAIRS = 400
@@ -265,6 +265,7 @@ def _factors(found: Optional[Unit], wanted: Optional[Unit]) -> list[tuple[Node, 
             return [(one, one)]  # dollars, and dollars per day
         names = {base for base, _ in (*found.bases, *wanted.bases)}
         alike = names <= {"degree", "celsius"} or names <= {"degree", "fahrenheit"}
+        alike |= POUND in (found, wanted) and names == {"kg", "gbp"}
         dollars = names <= {"yen", "jpy"} or names <= {"yen", "cny"}
         return [(one, one)] if alike or dollars or not found.bases or not wanted.bases else []
     ways = [(one, one)]

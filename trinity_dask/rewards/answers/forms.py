@@ -376,7 +376,7 @@ class _Reader:
             return None  # a list, or a decimal comma
         for value, tail in self._cuts(text):
             found = parse_unit(tail)
-            apart = len(value) < len(text) - len(tail)
+            apart = len(value) < len(text) - len(tail) or len(tail) > 3
             if found is None and not (self._counts(tail) and (apart or not tail.isascii())):
                 continue
             nodes = _nodes(value)

@@ -66,6 +66,7 @@ _SYNONYMS = (
     (re.compile(r"\\(?:varnothing|O)(?![A-Za-z])|\\\{\s*\\\}"), r"\\emptyset "),
     (re.compile(r"\{([^{}]{1,30})\\over(?![A-Za-z])([^{}]{1,30})\}"), r"\\frac{\1}{\2}"),
     (re.compile(r"\{([^{}]{1,30})\\choose(?![A-Za-z])([^{}]{1,30})\}"), r"\\binom{\1}{\2}"),
+    (re.compile(r"(?<=\d)\s*[xX]\s*(?=10\s*(?:\^|\*\*))"), r"\\times "),
     (re.compile(r"\\cr(?![A-Za-z])"), r"\\\\"),
     (re.compile(r"\\(?:sfrac|nicefrac)(?![A-Za-z])"), r"\\frac"),
     (re.compile(r"\\(?:lbrace)(?![A-Za-z])"), r"\\{"),

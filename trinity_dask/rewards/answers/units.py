@@ -74,6 +74,9 @@ _UNITS: dict[str, Unit] = {
 }
 _UNITS["mph"] = Unit(_F(1_609_344, 3_600_000), (("m", 1), ("s", -1)))
 _UNITS["kph"] = _UNITS["kmh"] = Unit(_F(1000, 3600), (("m", 1), ("s", -1)))
+_UNITS["ha"] = _UNITS["hectare"] = Unit(_F(10_000), (("m", 2),))
+_UNITS["acre"] = Unit(_F(40_468_564_224, 10**7), (("m", 2),))
+POUND = _UNITS["pound"]
 _COUNTS = frozenset({"unit", "units"})
 CURRENCIES = frozenset({"usd", "eur", "gbp", "jpy", "cny", "inr", "krw", "yen"})
 MONEY = frozenset("$€£¥₹₩")
@@ -118,7 +121,8 @@ def parse_unit(text: str) -> Optional[Unit]:
             return None
         position = found.end()
         power = 1
-        if found["over"] or found["name"] in ("per", "a", "an", "every"):
+        article = found["name"] in ("a", "an", "every") and bases
+        if found["over"] or found["name"] == "per" or article:
             sign, last = -1, None
             continue
         if found["times"]:
