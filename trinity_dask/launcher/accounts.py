@@ -93,19 +93,9 @@ class Accounts:
         return found
 
     def as_dict(self) -> dict[str, int]:
-        flat = asdict(self.total)
-        return {
-            "batches": self.batches,
-            **flat,
-            "consumed": self.consumed,
-            "queued": self.queued,
-            "leased": self.leased,
-            "trained": self.trained,
-            "skipped": self.skipped,
-            "dropped": self.dropped,
-            "reused": self.reused,
-            "foreign": self.foreign,
-        }
+        """Every count by its name, those of the batches among them."""
+        own = asdict(self)
+        return {"batches": own.pop("batches"), **own.pop("total"), **own}
 
 
 def _also(name: str, rows: int) -> str:
