@@ -6,11 +6,12 @@ Invariant: a label says what a reader of both texts would say; none was taken fr
 from __future__ import annotations
 
 import json
-import time
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 
 import pytest
+from timing_support import thread_seconds
 
 from trinity_dask.rewards import math
 from trinity_dask.rewards.math import AccuracyReward
@@ -46,7 +47,6 @@ def test_a_call_is_short_where_no_helper_has_a_part_in_it(monkeypatch):
     reward = AccuracyReward()
     took = {}
     for row in ROWS:
-        started = time.thread_time()
-        reward(row["reply"], row["truth"])
-        took[row["reply"]] = time.thread_time() - started
+        judge = partial(reward, row["reply"], row["truth"])
+        took[row["reply"]] = thread_seconds(judge, LONGEST_S)
     assert {reply: s for reply, s in took.items() if s > LONGEST_S} == {}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import math
-import time
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from timing_support import thread_seconds
 
 from trinity_dask.rewards import math as rewards_math
 from trinity_dask.rewards.answers.comparison import compare
@@ -59,9 +58,8 @@ def test_expressions_that_differ(one, two):
 
 @pytest.mark.parametrize("text", ["10^{9^9}", "999999!", "1e400", "2^{2^{2^{2^{2^2}}}}", "3!!!!!!"])
 def test_computing_is_bounded(text):
-    started = time.thread_time()
     assert compare(text, "1") is not True
-    assert time.thread_time() - started < 0.05
+    assert thread_seconds(lambda: compare(text, "1"), 0.05) < 0.05
 
 
 def test_equations_are_equal_up_to_a_factor():
@@ -228,10 +226,9 @@ JUNK = {
 @pytest.mark.parametrize("name", JUNK)
 def test_a_long_reply_is_judged_in_linear_time(name, wrapped, monkeypatch):
     monkeypatch.setattr(rewards_math, "call_in_process", lambda *args, **kwargs: False)
-    started = time.thread_time()
-    parts = AccuracyReward()(wrapped.format(JUNK[name]), "12345")
-    assert parts == {"accuracy": 0.0}
-    assert time.thread_time() - started < 0.5
+    reward, response = AccuracyReward(), wrapped.format(JUNK[name])
+    assert reward(response, "12345") == {"accuracy": 0.0}
+    assert thread_seconds(lambda: reward(response, "12345"), 0.5) < 0.5
 
 
 PIECES = (
@@ -255,13 +252,8 @@ def test_any_text_earns_a_finite_number_in_time(response, truth):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rewards_math.log, "warning", unexpected)
         patch.setattr(rewards_math, "call_in_process", lambda *args, **kwargs: False)
-        gc.disable()  # collecting what the test itself left is not the reward's time
-        try:
-            started = time.thread_time()
-            parts = rewards_math.MathReward()(response=response, truth=truth, prompt=truth)
-            took = time.thread_time() - started
-        finally:
-            gc.enable()
-        assert took < 0.25
+        facts = {"response": response, "truth": truth, "prompt": truth}
+        parts = rewards_math.MathReward()(**facts)
+        assert thread_seconds(lambda: rewards_math.MathReward()(**facts), 0.25) < 0.25
     assert all(math.isfinite(value) for value in parts.values())
     assert parts["accuracy"] in (0.0, 1.0)

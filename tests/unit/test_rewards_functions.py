@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
+from timing_support import thread_seconds
 
 from trinity_dask.rewards import REWARD_FUNCTIONS
 from trinity_dask.rewards.countdown import countdown_reward
@@ -98,9 +98,8 @@ def test_a_pattern_of_ones_own_may_speak_of_the_tag_in_the_prompt_or_not():
 def test_the_form_is_judged_in_linear_time(piece):
     reward = REWARD_FUNCTIONS.get("format_reward")()
     response = piece * (500_000 // len(piece)) + "and so"
-    started = time.thread_time()
     assert reward(response=response)["format_score"] < 0
-    assert time.thread_time() - started < 0.5
+    assert thread_seconds(lambda: reward(response=response), 0.5) < 0.5
 
 
 @pytest.mark.parametrize(
