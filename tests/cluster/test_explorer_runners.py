@@ -289,7 +289,7 @@ def test_fault_10_rewards_that_use_alarms_loop_or_leave(stand):
     before = stand.facts()
     result = stand.batch(tasks)
     assert (result.counts.succeeded, result.counts.failed) == (1, 3)
-    assert result.failures == {"AlarmRefused": 1, "RewardError": 1, "ProcessCallError": 1}
+    assert result.failures == {"AlarmRefused": 1, "RewardError": 1, "HelperDied": 1}
     assert stand.facts()["pid"] == before["pid"]
 
 
