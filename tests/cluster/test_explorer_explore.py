@@ -18,6 +18,7 @@ from explorer_parts import (
     task_order,
 )
 
+from trinity_dask.buffer.errors import DataError
 from trinity_dask.config.schema import Config
 from trinity_dask.explorer.coordinator import BatchFailed
 
@@ -144,7 +145,10 @@ def test_stop_drops_the_batch_in_flight_and_a_resumed_run_makes_it_again(
         assert not parts.coordinator.scheduler.state.running
 
     run(address, cfg, stopped)
-    make_config(tmp_path, rows=[{"prompt": "a"}] * 4)
+    make_config(tmp_path, rows=[{"prompt": "a"}] * 4)  # nobody waits ten minutes again
+    with pytest.raises(DataError, match=r"is not what it was .*4 other rows"):
+        run(address, cfg, explore)
+    cfg.buffer.accept_other_data = True
     assert [m.batch_id for m in run(address, cfg, explore)] == [1, 2]
 
 
