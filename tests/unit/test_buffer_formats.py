@@ -207,6 +207,18 @@ def test_a_pair_of_messages(tokenizer: Any) -> None:
         examples(tokenizer, "dpo", {**row, "chosen": turns(("user", "x"))}, prompt_type="messages")
 
 
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED])
+def test_what_a_tool_replies_in_an_answer_is_not_learned(template: str) -> None:
+    tok = tokenizer_with(template)
+    answer = turns(("assistant", "call"), ("tool", "42"), ("assistant", "it is 42"))
+    row = {"messages": turns(("user", "q")), "chosen": answer, "rejected": answer[:1]}
+    chosen, rejected = examples(tok, "dpo", row, prompt_type="messages")
+    assert learned(tok, chosen) == ["call<|im_end|>", "it is 42<|im_end|>"]
+    assert "tool\n42" in tok.decode(chosen.tokens.tolist())
+    assert learned(tok, rejected) == ["call<|im_end|>"]
+    assert prompt_of(tok, chosen) == prompt_of(tok, rejected)
+
+
 def test_the_rows_own_system_prompt_comes_first(tokenizer: Any) -> None:
     row = {**PAIR, "sys": "mine"}
     chosen, _ = examples(tokenizer, "dpo", row, system_prompt="s", system_prompt_key="sys")

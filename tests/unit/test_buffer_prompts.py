@@ -88,7 +88,7 @@ TOKENIZER = ascii_tokenizer()
 CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"properties": {}}}}
 
 
-def tokenizer_with(template: str) -> Any:
+def tokenizer_with(template: str | None) -> Any:
     tokenizer = ascii_tokenizer()
     tokenizer.chat_template = template
     return tokenizer
@@ -368,3 +368,63 @@ def test_a_workflow_of_ones_own_may_read_other_columns(tmp_path: Path) -> None:
     cfg = TasksetConfig(path=str(tmp_path / "t.jsonl"), workflow="mine",
                         format=FormatConfig(prompt_key=""))  # fmt: skip
     assert Taskset(cfg, batch_size=1).read()[0].raw_task == {"board": [[1, 2], [3, 4]]}
+
+
+HALF = "sort \ud83d"
+
+
+@pytest.mark.parametrize(
+    ("schema", "row", "column"),
+    [
+        ("sft", {"prompt": HALF}, "prompt"),
+        ("sft", {"response": HALF}, "response"),
+        ("dpo", {"rejected": HALF}, "rejected"),
+        ("cpt", {"prompt": HALF}, "prompt"),
+        ("sft", {"tools": [{"function": {"name": HALF}}]}, "tools"),
+        ("sft", {"messages": [{"role": "user", "content": HALF}]}, "messages"),
+        ("dpo", {"messages": [USER], "chosen": [{"role": "assistant", "content": HALF}]}, "chosen"),
+    ],
+)
+def test_half_a_character_is_no_text(schema: str, row: dict[str, Any], column: str) -> None:
+    fmt = FormatConfig(prompt_type="messages" if "messages" in row else "plaintext")
+    whole = {"prompt": "q", "response": "r", "chosen": "a", "rejected": "b", **row}
+    with pytest.raises(DataError, match=rf"f, row 0: column '{column}'.* \(.ud83d\) at 5"):
+        trained_ids(schema, whole, fmt, TOKENIZER)
+
+
+@pytest.mark.parametrize("column", ["prompt", "response"])
+def test_a_task_with_half_a_character_is_refused(tmp_path: Path, column: str) -> None:
+    row = {"prompt": "q", "response": "r", column: HALF}
+    (tmp_path / "t.jsonl").write_text(json.dumps(row))
+    cfg = TasksetConfig(path=str(tmp_path / "t.jsonl"), workflow="w", reward_fn="r")
+    with pytest.raises(DataError, match=rf"t.jsonl, row 0: column '{column}' holds no text"):
+        Taskset(cfg, batch_size=1).read()
+
+
+@pytest.mark.parametrize("nothing", ["null", " ", "[]", [], None])
+def test_tools_that_are_none(nothing: Any) -> None:
+    assert prompt({"prompt": "q", "tools": nothing}).tools is None
+
+
+@pytest.mark.parametrize("prefix", [None, "Well, "])
+def test_only_the_last_of_two_turns_of_the_assistants_is_the_answer(prefix: str | None) -> None:
+    first, last = ({"role": "assistant", "content": text} for text in ("one", "two"))
+    row = {"messages": [USER, first, last], "response": "r"}
+    fmt = FormatConfig(prompt_type="messages", reply_prefix=prefix)
+    (e,) = FORMATTERS.get("sft")(TOKENIZER, fmt).format_unit(row, EID(), "row 0")
+    closed = TOKENIZER.apply_chat_template(
+        [USER, first], tokenize=False, add_generation_prompt=True
+    ) + (prefix or "")
+    asked = e.tokens[: e.prompt_length].tolist()
+    assert TOKENIZER.decode(asked) == closed
+    assert rollout_ids(row, fmt, TOKENIZER) == asked
+    assert TOKENIZER.decode(e.tokens[e.prompt_length :].tolist()) == "two<|im_end|>"
+
+
+def test_a_tokenizer_without_a_chat_template_is_told() -> None:
+    answer = {"role": "assistant", "content": "a"}
+    row = {"prompt": "q", "response": "r", "messages": [USER, answer]}
+    chats: dict[str, Any] = {"prompt_type": "messages"}
+    for fmt in ({}, chats, {**chats, "enable_concatenated_multi_turn": True}):
+        with pytest.raises(DataError, match="row 0: the tokenizer has no chat template"):
+            trained_ids("sft", row, FormatConfig(**fmt), tokenizer_with(None))

@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -352,6 +353,64 @@ def test_a_name_on_the_hub_is_read_from_the_cache(
     assert rows_of("org/other", subset="more") == ROWS[:1]
 
 
+def test_a_mistyped_file_is_no_name_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("data/tran.jsonl", "tran.parquet", "data/tran.csv.gz"):
+        with pytest.raises(DataError, match=f"^no file or directory '{name}'$"):
+            RowReader(name)
+
+
+def test_a_hub_that_cannot_be_reached_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub.constants as hub
+
+    class Unreachable(fsspec.AbstractFileSystem):
+        def isfile(self, path: str) -> bool:
+            raise RuntimeError("connection refused")  # what the client raises is its own
+
+    monkeypatch.setattr(hub, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(hub, "HF_HUB_OFFLINE", False)
+    monkeypatch.setitem(import_module("fsspec.registry")._registry, "hf", Unreachable)
+    with pytest.raises(DataError, match=r"'org/none'.*RuntimeError: connection refused"):
+        RowReader("org/none")
+
+
+def test_a_cell_of_several_megabytes(tmp_path: Path) -> None:
+    rows = [{"prompt": "q" * (3 << 20), "response": "1"}, {"prompt": "q", "response": "2"}]
+    text = "prompt,response\n" + "".join(f"{r['prompt']},{r['response']}\n" for r in rows)
+    assert rows_of(put(tmp_path / "x.csv", text)) == rows
+    assert rows_of(put(tmp_path / "x.tsv", text.replace(",", "\t"))) == rows
+
+
+def test_cards_as_others_write_them(tmp_path: Path) -> None:
+    for name in ("en/train.jsonl", "en/test.jsonl", "de/train.jsonl"):
+        put(tmp_path / name, json.dumps({"from": name}))
+    card = (
+        "---\nconfigs:\n- config_name: en\n  data_dir: en\n- config_name: de\n  data_dir: ./de\n"
+        "---\n"
+    )
+    for text in (card, card.replace("\n", "\r\n")):
+        put(tmp_path / "README.md", text)
+        assert rows_of(tmp_path, subset="en") == [{"from": "en/train.jsonl"}]
+        assert rows_of(tmp_path, split="test", subset="en") == [{"from": "en/test.jsonl"}]
+        assert rows_of(tmp_path, subset="de") == [{"from": "de/train.jsonl"}]
+        with pytest.raises(DataError, match=r"subsets en, de .*set subset_name"):
+            RowReader(str(tmp_path))
+    for other in ("---\n- a\n- b\n---\n", "---\nconfigs: [a, 1]\n---\n", "---\nconfigs: x\n---\n"):
+        put(tmp_path / "README.md", other)  # the files' names decide
+        assert len(rows_of(tmp_path)) == 2
+
+
+def test_files_about_the_data_are_no_data(tmp_path: Path) -> None:
+    put(tmp_path / "rows.jsonl")
+    for name in ("dataset_infos.json", "dataset_info.json", "config.json", ".hidden.json"):
+        put(tmp_path / name, "{}")
+    assert rows_of(tmp_path) == ROWS
+
+
 # -- databases -------------------------------------------------------------------------------
 @pytest.fixture
 def database(tmp_path: Path) -> str:
@@ -373,6 +432,15 @@ def test_a_database_is_read_by_its_url(database: str) -> None:
     assert rows_of(database, query='"my tasks"') == whole
     cfg = TasksetConfig(path=database, query=query, workflow="simple_workflow")
     assert Taskset(cfg, batch_size=2).read()[0].raw_task == ROWS[4]
+
+
+def test_numbers_of_a_database_are_what_is_stored(tmp_path: Path) -> None:
+    numbers = [0.1234567890123456789, 1e-12, 1e300, float("inf"), None]
+    with sqlite3.connect(tmp_path / "n.db") as connection:
+        connection.execute("CREATE TABLE n (x REAL, big INTEGER)")
+        connection.executemany("INSERT INTO n VALUES (?, ?)", [(x, 2**60 + 1) for x in numbers])
+    found = rows_of(f"sqlite:///{tmp_path}/n.db")
+    assert found == [{"x": x, "big": 2**60 + 1} for x in numbers]
 
 
 @pytest.mark.parametrize(

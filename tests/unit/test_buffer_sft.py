@@ -117,7 +117,7 @@ def test_long_examples_are_cut_marked_and_counted(tokenizer: Any) -> None:
 
 
 def test_an_empty_response_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(DataError, match="nothing to learn"):
+    with pytest.raises(DataError, match="the answer is empty"):
         example(tokenizer, {**ROW, "response": ""}, apply_chat_template=False, append_eos=False)
 
 

@@ -53,7 +53,7 @@ def drain(tasks: Any) -> list[list[int]]:
             return batches
 
 
-EMPTY = [{"prompt": None}, {"prompt": ""}, {"prompt": " \n"}, {"response": None}]
+EMPTY = [{"prompt": None}, {"prompt": ""}, {"prompt": " \n"}, {"response": None}, {"response": " "}]
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -103,9 +103,16 @@ def test_a_data_set_of_empty_rows_is_refused_at_once(tmp_path: Path, column: str
     with pytest.raises(DataError, match=rf"row 0: no value in column '{column}'"):
         tasks_of(write(tmp_path / "t.jsonl", rows))
     blank = [row | {"prompt": " "} for row in numbered(5)]
-    tasks = tasks_of(write(tmp_path / "t.jsonl", blank))
-    with pytest.raises(DataError, match="not one of its 5 rows can be used"):
-        tasks.read()
+    with pytest.raises(DataError, match="row 0: no value in column 'prompt'"):
+        tasks_of(write(tmp_path / "t.jsonl", blank))
+
+
+@pytest.mark.parametrize("truth", [[], {}, float("nan")])
+def test_a_truth_of_nothing_is_none(tmp_path: Path, truth: Any) -> None:
+    path = write(tmp_path / "t.jsonl", numbered(4, r1={"response": truth}))
+    assert drain(tasks_of(path)) == [[0, 2], [2, 3]]
+    other = write(tmp_path / "o.jsonl", numbered(4, r1={"response": 0}, r2={"response": False}))
+    assert drain(tasks_of(other)) == [[0, 1], [2, 3]]
 
 
 def test_what_is_wrong_otherwise_is_no_empty_row(tmp_path: Path) -> None:
@@ -183,6 +190,49 @@ def test_long_training_rows(
             answers(rows)
     else:
         assert answers(rows) == found
+
+
+BLANK_CHATS = {
+    "JSON text of null": "null",
+    "JSON text of no turn": "[]",
+    "spaces": " ",
+    "a user without text": [{"role": "user", "content": None}, ANSWER],
+    "a user of spaces": [USER, ANSWER, {"role": "user", "content": " "}, ANSWER],
+    "an answer to nothing": [ANSWER],
+    "an answer of nothing": [USER, {"role": "assistant", "content": None}],
+}
+
+
+@pytest.mark.parametrize("kind", BLANK_CHATS)
+def test_blank_conversations_are_passed(tmp_path: Path, kind: str) -> None:
+    data = [{"messages": [USER, {**ANSWER, "content": str(i)}], "response": "r"} for i in range(4)]
+    data[1]["messages"] = BLANK_CHATS[kind]
+    path = write(tmp_path / "r.jsonl", data)
+    fmt = {"prompt_type": "messages", "apply_chat_template": True}
+    for more in ({}, {"enable_concatenated_multi_turn": True}):
+        rows = rows_of(path, **fmt, **more)
+        assert answers(rows) == [["0", "2"], ["2", "3"]]
+        assert rows.skipped == 1
+        with pytest.raises(UnusableRow, match=r"r\.jsonl, row 1"):
+            answers(rows_of(path, empty_rows="refuse", **fmt, **more))
+    if kind != "an answer of nothing":  # a task does not need one
+        assert drain(tasks_of(path, fmt={"prompt_type": "messages"})) == [[0, 2], [2, 3]]
+
+
+def test_an_answer_that_only_calls_a_tool_is_learned(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    rows = rows_of(write(tmp_path / "r.jsonl", [{"messages": [USER, call]}] * 2),
+                   prompt_type="messages")  # fmt: skip
+    assert len(from_table(rows.read(2))) == 2
+    assert rows.skipped == 0
+
+
+def test_pairs_with_a_blank_side_are_passed(tmp_path: Path) -> None:
+    pairs = [{"prompt": "q", "chosen": f"y{i}", "rejected": f"n{i}"} for i in range(2)]
+    for blank in ({"rejected": ""}, {"chosen": " "}):
+        path = write(tmp_path / "r.jsonl", [pairs[0] | blank, pairs[1]])
+        batch = from_table(rows_of(path, "dpo").read(2))
+        assert [e.response_text for e in batch] == ["y1", "n1"]
 
 
 def test_a_pair_is_passed_as_a_whole(tmp_path: Path) -> None:

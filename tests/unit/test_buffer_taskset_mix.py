@@ -255,10 +255,16 @@ def test_features_are_checked(tmp_path: Path) -> None:
     (tmp_path / "y.jsonl").write_text('{"a": 0.5}')
     with pytest.raises(ValueError, match="did you mean 'tau'"):
         make_selector(misspelt, RowReader(str(tmp_path / "y.jsonl")))
-    with pytest.raises(ValueError, match="beliefs are about 4 rows, the file has 3"):
-        DifficultySelector(3, features=FEATURES[:3]).load_state_dict(
-            DifficultySelector(4, features=FEATURES).state_dict()
-        )
+
+
+def test_beliefs_about_other_rows_begin_anew(caplog: pytest.LogCaptureFixture) -> None:
+    saved = DifficultySelector(4, features=FEATURES)
+    saved.update(saved.get_indices(2), [1.0, 0.0])
+    fewer = DifficultySelector(3, features=FEATURES[:3])
+    fewer.load_state_dict(saved.state_dict())
+    assert (fewer.position, fewer.alpha.tolist(), fewer.cap) == (2, [1.0] * 3, None)
+    assert "about 4 rows, the file has 3" in caplog.text
+    assert len(fewer.get_indices(3)) == 3
 
 
 def test_easy_to_hard_sorts_by_features_then_index() -> None:

@@ -18,6 +18,7 @@ from trinity_dask.buffer.data.prompts import (
     Ids,
     Messages,
     Prompt,
+    is_silent,
     parse_messages,
     prompt_of,
     template_error,
@@ -58,17 +59,35 @@ class RowFormatter:
     def _text_answer(self, prompt: Prompt, text: str) -> tuple[Ids, Ids]:
         """Prompt and response ids of an answer column of text."""
         spoken = text.removeprefix(prompt.reply_prefix)
+        if not spoken.strip():
+            raise UnusableRow(f"{prompt.where}: the answer is empty")
         response = self.tokenizer.encode(spoken, add_special_tokens=False)
         return prompt.encode(self.tokenizer), self._ended(list(response))
 
-    def _last_turns(self, prompt: Prompt, answer: Messages) -> tuple[Ids, Ids]:
-        """Prompt and response ids of turns that the assistant ends."""
+    def _last_turns(self, prompt: Prompt, answer: Messages) -> tuple[Ids, Ids, list[bool] | None]:
+        """Prompt and response ids of turns that the assistant ends.
+
+        The mask of the response leaves out what the assistant did not write (what a tool
+        replied); None where that is nothing.
+        """
+        last = answer[-1]["content"]
+        said = last.removeprefix(prompt.reply_prefix) if len(answer) == 1 else last
+        if is_silent({**answer[-1], "content": said}):
+            raise UnusableRow(f"{prompt.where}: the answer is empty")
         first = answer[0]
         if not first["content"].startswith(prompt.reply_prefix):
             first = {**first, "content": prompt.reply_prefix + first["content"]}
         asked = prompt.render(self.tokenizer)
         ids = prompt.encode(self.tokenizer)
         turns = [*prompt.messages, first, *answer[1:]]
+        if len(answer) > 1:
+            whole, mask = assistant_mask(self.tokenizer, turns, prompt.tools, prompt.where)
+            response, mask = answer_ids(ids, whole, prompt.where), mask[len(ids) :]
+            if True not in mask:
+                raise DataError(f"{prompt.where}: no turn of the answer can be learned")
+            end = len(mask) - mask[::-1].index(True)
+            response = self._ended(response[:end])
+            return ids, response, mask[:end] + [True] * (len(response) - end)
         whole = render(self.tokenizer, turns, prompt.tools, where=prompt.where)
         try:
             response = answer_ids(ids, whole, prompt.where)
@@ -82,7 +101,7 @@ class RowFormatter:
             response = list(self.tokenizer.encode(rest, add_special_tokens=False))
         if self.fmt.append_eos:
             response = self._ended(without_tail(response, self.tokenizer.eos_token_id))
-        return ids, response
+        return ids, response, None
 
     def _experience(
         self,
@@ -156,6 +175,8 @@ class SFTFormatter(RowFormatter):
         messages = [*asked.messages, *asked.answer]
         extra: dict[str, Any] = {"messages": messages, "tools": asked.tools}
         if self.fmt.enable_concatenated_multi_turn:
+            if any(m["role"] == "assistant" and is_silent(m) for m in messages):
+                raise UnusableRow(f"{where}: a turn of the assistant's is empty")
             ids, mask = assistant_mask(self.tokenizer, messages, asked.tools, where)
             if True not in mask:
                 raise DataError(
@@ -170,7 +191,7 @@ class SFTFormatter(RowFormatter):
                 f"{where}: a conversation needs at least two messages, the last one by the "
                 f"assistant (got {[m['role'] for m in messages]})"
             )
-        prompt, response = self._last_turns(asked, asked.answer)
+        prompt, response, _ = self._last_turns(asked, asked.answer)
         return [self._experience(prompt, response, eid, where, **extra)]
 
 
@@ -205,7 +226,8 @@ class DPOFormatter(RowFormatter):
 
     * ``plaintext``: prompt, chosen and rejected columns of text.
     * ``messages``: the messages column holds the turns before the answer (a list, or its
-      JSON text), chosen and rejected the turns of the answer.
+      JSON text), chosen and rejected the turns of the answer. In an answer of several turns
+      only the assistant's are learned.
     """
 
     rows_per_unit = 2
@@ -224,18 +246,18 @@ class DPOFormatter(RowFormatter):
         pair = []
         for run, kind in enumerate(("chosen_key", "rejected_key")):
             key = getattr(self.fmt, kind)
-            texts: dict[str, str] = {}
+            texts, mask = dict[str, str](), None
             if self.fmt.prompt_type == "messages":
                 answer = parse_messages(row.get(key), key, where)
                 if answer[-1]["role"] != "assistant":
                     raise DataError(f"{where}: the last turn of {key!r} must be the assistant's")
-                prompt, response = self._last_turns(asked, answer)
+                prompt, response, mask = self._last_turns(asked, answer)
             else:
                 text = text_of(row, key, where, f"format.{kind}")
                 texts = {"prompt_text": row[self.fmt.prompt_key], "response_text": text}
                 prompt, response = self._text_answer(asked, text)
             of_run = EID(batch, eid.task, run, eid.step, eid.suffix)
-            pair.append(self._experience(prompt, response, of_run, where, None, **texts))
+            pair.append(self._experience(prompt, response, of_run, where, mask, **texts))
         return pair
 
 
@@ -259,7 +281,7 @@ def render(
                 add_generation_prompt=generation_prompt,
             )
         )
-    except (jinja2.TemplateError, TypeError) as error:
+    except (jinja2.TemplateError, TypeError, ValueError) as error:
         raise template_error(where, error) from error
 
 
@@ -297,7 +319,10 @@ def assistant_mask(
     """
     if not messages:
         raise DataError(f"{where}: there is no message")
-    template = tokenizer.get_chat_template(tools=tools)
+    try:
+        template = tokenizer.get_chat_template(tools=tools)
+    except ValueError as error:
+        raise template_error(where, error) from error
     if "{% generation %}" in template or "{%- generation" in template:
         found = tokenizer.apply_chat_template(
             messages,

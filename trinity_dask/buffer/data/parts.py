@@ -33,6 +33,7 @@ from trinity_dask.buffer.errors import DataError
 
 Row = dict[str, Any]
 BLOCK = 16 << 20  # bytes that are read at once from text
+CSV_BLOCKS = (1 << 20, 1 << 24, 1 << 28, (1 << 31) - 1)  # a row lies in two of them at most
 WIDE_BOMS = {  # the longer ones first: UTF-32-LE begins as UTF-16-LE does
     codecs.BOM_UTF32_LE: "utf-32",
     codecs.BOM_UTF32_BE: "utf-32",
@@ -318,16 +319,24 @@ def _mapped(schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> pa.Table:
 
 
 def _open_csv(source: Source) -> Part:
+    for block in CSV_BLOCKS:
+        try:
+            return _read_csv(source, pa.csv.ReadOptions(block_size=block))
+        except pa.ArrowInvalid as error:
+            if "straddling" not in str(error) or block == CSV_BLOCKS[-1]:
+                raise
+    raise AssertionError("there is a block size")
+
+
+def _read_csv(source: Source, read: Any) -> Part:
     parse = pa.csv.ParseOptions(
         newlines_in_values=True, delimiter="\t" if source.format == "tsv" else ","
     )
-    with pa.csv.open_csv(pa.PythonFile(_Reading(source)), parse_options=parse) as reader:
+    with pa.csv.open_csv(pa.PythonFile(_Reading(source)), read, parse) as reader:
         names = reader.schema.names
     options = pa.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()))
     text = _Reading(source)
-    with pa.csv.open_csv(
-        pa.PythonFile(text), parse_options=parse, convert_options=options
-    ) as reader:
+    with pa.csv.open_csv(pa.PythonFile(text), read, parse, options) as reader:
         table = _mapped(reader.schema, iter(reader))
     return ArrowPart(table, text.digest.hexdigest())
 

@@ -9,6 +9,7 @@ is no text is refused with file, row and column, never written out as Python wou
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from trinity_dask.models.tokenizer import chat_prompt
 Ids = list[int]
 Messages = list[dict[str, Any]]
 SYSTEM_ROLES = ("system", "developer")
+SAYS = ("content", "tool_calls", "function_call", "reasoning_content", "thought", "thinking")
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,9 @@ class Prompt:
         """The messages; a reply prefix is a last turn of the assistant, to be continued."""
         if not self.messages:
             raise DataError(f"{self.where}: the conversation has no turn before the assistant's")
-        begun = [{"role": "assistant", "content": self.reply_prefix}] if self.reply_prefix else []
+        # without text it says that the assistant's turn before it is closed, not to be continued
+        is_begun = self.reply_prefix or self.messages[-1]["role"] == "assistant"
+        begun = [{"role": "assistant", "content": self.reply_prefix}] if is_begun else []
         return [*self.messages, *begun]
 
     def render(self, tokenizer: Any) -> str:
@@ -54,7 +58,7 @@ class Prompt:
             return self.text
         try:
             return chat_prompt(tokenizer, self.chat, self.tools)
-        except (jinja2.TemplateError, TypeError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise template_error(self.where, error) from error
 
     def encode(self, tokenizer: Any) -> Ids:
@@ -90,6 +94,10 @@ def prompt_of(
         # no turn of the assistant's is asked for when the last one is already there
         if messages[-1]["role"] == "assistant":
             messages, answer = messages[:-1], messages[-1:]
+        if all(map(is_silent, messages)) or (
+            messages[-1]["role"] == "user" and is_silent(messages[-1])
+        ):
+            raise UnusableRow(f"{where}: column {fmt.messages_key!r} asks nothing")
     system = fmt.system_prompt or default_system
     if fmt.system_prompt_key and row.get(fmt.system_prompt_key) is not None:
         system = text_of(row, fmt.system_prompt_key, where, "format.system_prompt_key") or system
@@ -107,6 +115,7 @@ def text_of(row: dict[str, Any], column: str, where: str, key: str) -> str:
     """
     value = row.get(column)
     if isinstance(value, str):
+        check_text(value, f"{where}: column {column!r}")
         return value
     if value is None:
         there = ", ".join(sorted(map(str, row))) or "nothing"
@@ -121,6 +130,34 @@ def text_of(row: dict[str, Any], column: str, where: str, key: str) -> str:
     )
 
 
+def check_text(value: Any, where: str) -> None:
+    """Raises DataError: a text in ``value`` has half a character, which no tokenizer takes."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            half = f"\\u{ord(value[error.start]):04x}"
+            raise DataError(
+                f"{where} holds no text: half a character ({half}) at {error.start}"
+            ) from error
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            check_text(key, where)
+            check_text(item, where)
+    elif isinstance(value, list):
+        for item in value:
+            check_text(item, where)
+
+
+def is_blank(value: Any) -> bool:
+    """Nothing: null, not a number, text of spaces, a list or an object without items."""
+    if isinstance(value, str):
+        return not value.strip()
+    if isinstance(value, float):
+        return math.isnan(value)
+    return value is None or (isinstance(value, list | dict) and not value)
+
+
 # -- conversations --------------------------------------------------------------------------
 def parse_messages(value: Any, column: str, where: str) -> Messages:
     """The messages in a cell: a list, one message, or the JSON text of either.
@@ -129,7 +166,7 @@ def parse_messages(value: Any, column: str, where: str) -> Messages:
         DataError: it holds a message without a role, or content that is no text.
         UnusableRow: it holds no message.
     """
-    messages = [] if value is None or value == "" else as_list(value, column, where)
+    messages = as_list(value, column, where)
     if not messages:
         raise UnusableRow(f"{where}: column {column!r} has no message")
     return [
@@ -140,24 +177,33 @@ def parse_messages(value: Any, column: str, where: str) -> Messages:
 
 def parse_tools(value: Any, column: str, where: str) -> list[dict[str, Any]] | None:
     """Tool schemas from a list or its JSON text; None for an empty cell."""
-    if value is None or value in ("", []):
-        return None
     return [_without_nulls(tool) for tool in as_list(value, column, where)] or None
 
 
 def as_list(value: Any, column: str, where: str) -> list[Any]:
-    """A list of objects, or the JSON text of one. Raises DataError with ``where``."""
+    """A list of objects, or the JSON text of one; nothing is none of them.
+
+    Raises DataError with ``where``.
+    """
     try:
-        parsed = json.loads(value) if isinstance(value, str) else value
+        parsed = json.loads(value) if isinstance(value, str) and value.strip() else value
     except ValueError as error:
         raise DataError(f"{where}: column {column!r} is no JSON ({error})") from error
+    if parsed is None or (isinstance(parsed, str | float) and is_blank(parsed)):
+        return []
     if isinstance(parsed, dict):
         parsed = [parsed]
     if not isinstance(parsed, Sequence) or not all(isinstance(item, dict) for item in parsed):
         raise DataError(
             f"{where}: column {column!r} must be a list of objects (got {type(parsed).__name__})"
         )
+    check_text(list(parsed), f"{where}: column {column!r}")
     return list(parsed)
+
+
+def is_silent(message: dict[str, Any]) -> bool:
+    """A turn that says nothing, thinks nothing and calls nothing."""
+    return all(is_blank(message.get(key)) for key in SAYS)
 
 
 def _message(given: dict[str, Any], where: str) -> dict[str, Any]:
@@ -222,4 +268,9 @@ def _without_nulls(value: Any) -> Any:
 
 
 def template_error(where: str, error: Exception) -> DataError:
+    if isinstance(error, ValueError):  # raised before any template is written out
+        return DataError(
+            f"{where}: the tokenizer has no chat template; take a chat model's, or set "
+            f"format.apply_chat_template=false with plain text ({str(error).splitlines()[0][:80]})"
+        )
     return DataError(f"{where}: the chat template refuses the conversation ({error})")

@@ -17,6 +17,7 @@ from typing import Any
 import xxhash
 
 from trinity_dask.buffer.data.parts import Part, Row, open_part
+from trinity_dask.buffer.data.prompts import is_blank
 from trinity_dask.buffer.data.sources import find_sources
 from trinity_dask.buffer.data.sql import is_database, read_sql
 from trinity_dask.buffer.errors import DataError, UnusableRow
@@ -149,7 +150,7 @@ class RowReader:
     def check(self, index: int, row: Row, columns: Sequence[str]) -> None:
         """The same for one row."""
         for column in columns:
-            if row.get(column) is None:
+            if is_blank(row.get(column)):
                 there = ", ".join(sorted(map(str, row))) or "nothing"
                 raise UnusableRow(
                     f"{self.where(index)}: no value in column {column!r} (the row has: "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import inspect
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from trinity_dask.buffer.errors import DataError
 from trinity_dask.config.schema import SelectorConfig
 from trinity_dask.registry import Registry, build
 
+log = logging.getLogger(__name__)
 SELECTORS: Registry[Any] = Registry("selector")
 CAP_MEMORY = 0.9  # of the exponential average of the capability
 RHO_TOLERANCE = 0.25  # mean error of the prediction at which adaptive_rho halves rho
@@ -234,11 +236,7 @@ class DifficultySelector(SequentialSelector):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after :meth:`state_dict`.
-
-        Raises:
-            ValueError: the file has another number of rows than when the state was saved.
-        """
+        """Continue after :meth:`state_dict`; about other rows nothing is known (a warning)."""
         self.position = int(state["position"])
         if "alpha" not in state:  # saved under another selector: nothing was learned
             return
@@ -247,10 +245,12 @@ class DifficultySelector(SequentialSelector):
             for name in ("alpha", "beta")
         )
         if len(alpha) != self.n_rows:
-            raise ValueError(
-                f"the saved beliefs are about {len(alpha)} rows, the file has {self.n_rows}; "
-                "restore the file, or start a new job directory"
+            log.warning(
+                "the saved beliefs are about %d rows, the file has %d: they begin anew",
+                len(alpha),
+                self.n_rows,
             )
+            return
         self.alpha, self.beta = alpha, beta
         self.cap, self.rho = state["cap"], float(state["rho"])
 

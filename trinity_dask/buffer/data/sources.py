@@ -41,6 +41,8 @@ SPLIT_WORDS = {
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
+# files of a hub's or a saved data set that tell of the data
+ABOUT_DATA = {"dataset_infos.json", "dataset_info.json", "config.json", "state.json"}
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -91,7 +93,7 @@ def find_sources(
             return [_source(fs, each) for each in _of_directory(fs, root, split, subset)]
         if fs.exists(root):
             raise DataError(f"{path}: {_known()}")
-        if not is_url and HUB_NAME.fullmatch(path):
+        if not is_url and not kind_of(path)[0] and HUB_NAME.fullmatch(path):
             return _of_hub(path, split, subset)
     except (OSError, ImportError, ValueError) as error:
         if isinstance(error, DataError):
@@ -133,6 +135,7 @@ def _of_directory(fs: Any, root: str, split: str, subset: str | None) -> list[st
     files = sorted(path for path in fs.find(root) if kind_of(path)[0])
     # hidden files are caches and the like, as on the hub
     files = [f for f in files if not re.search(r"(^|/)[._]", f[len(root) :].lstrip("/"))]
+    files = [f for f in files if f.rpartition("/")[2] not in ABOUT_DATA]
     chosen = _of_readme(fs, root, files, split, subset)
     if chosen is None and subset:
         files = [file for file in files if f"/{subset}/" in file[len(root) :]]
@@ -185,13 +188,19 @@ def _of_readme(
     """
     if not fs.isfile(f"{root}/README.md"):
         return None
-    front = re.match(r"---\n(.*?)\n---", fs.cat_file(f"{root}/README.md").decode(), re.DOTALL)
+    text = fs.cat_file(f"{root}/README.md").decode("utf-8-sig").replace("\r\n", "\n")
+    front = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
     try:
         card = yaml.safe_load(front[1]) if front else None
     except yaml.YAMLError:
         return None  # it is prose; the names decide
-    configs = {c.get("config_name", "default"): c for c in (card or {}).get("configs") or []}
-    configs = {name: c["data_files"] for name, c in configs.items() if c.get("data_files")}
+    listed = card.get("configs") if isinstance(card, dict) else None
+    several = [c for c in listed if isinstance(c, dict)] if isinstance(listed, list) else []
+    configs = {
+        str(c.get("config_name", "default")): c
+        for c in several
+        if c.get("data_files") or c.get("data_dir")
+    }
     if not configs:
         return None
     name = subset or ("default" if "default" in configs else next(iter(configs)))
@@ -200,7 +209,11 @@ def _of_readme(
             f"{root} has the subsets {', '.join(configs)} (subset_name is {subset}); set "
             "subset_name to one of them"
         )
-    given = configs[name]
+    given = configs[name].get("data_files")
+    folder = str(configs[name].get("data_dir") or "").removeprefix("./").strip("/")
+    root = f"{root}/{folder}" if folder else root
+    if not given:
+        return _by_name(root, [file for file in files if file.startswith(f"{root}/")], split)
     entries = given if isinstance(given, list) else [given]
     patterns: list[str] = []
     for entry in entries:
@@ -212,7 +225,7 @@ def _of_readme(
             patterns.append(entry)
     found = [f"{root}/{p}" if f"{root}/{p}" in files else p for p in patterns]
     chosen = [[p] if p in files else sorted(fs.glob(f"{root}/{p}")) for p in found]
-    return [file for several in chosen for file in several]
+    return [file for matched in chosen for file in matched]
 
 
 # -- the hub --------------------------------------------------------------------------------
@@ -223,7 +236,7 @@ def _of_hub(name: str, split: str, subset: str | None) -> list[Source]:
         DataError: it is in no cache, and the hub is off or has none of this name.
     """
     import huggingface_hub as hub
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     local = fsspec.filesystem("file")
     prepared = _prepared(name, split, subset)
@@ -243,8 +256,10 @@ def _of_hub(name: str, split: str, subset: str | None) -> list[Source]:
         fs = fsspec.filesystem("hf")
         files = _of_directory(fs, f"datasets/{name}", split, subset)
         return [_source(fs, file) for file in files]
-    except (OSError, HfHubHTTPError) as error:
-        raise DataError(f"{missing}; the hub says: {error}") from error
+    except DataError:
+        raise
+    except Exception as error:  # the network's errors are those of the hub's client
+        raise DataError(f"{missing}; the hub says: {type(error).__name__}: {error}") from error
 
 
 def _prepared(name: str, split: str, subset: str | None) -> list[str]:

@@ -6,10 +6,12 @@ disk, so rows can be read by index and a resumed run that finds other rows says 
 
 from __future__ import annotations
 
+import json
 import re
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +56,30 @@ def read_sql(url: str, query: str | None) -> LinesPart:
 
 
 def _lines(chunks: Iterator[Any]) -> Iterator[bytes]:
-    for chunk in chunks:
-        text = chunk.to_json(orient="records", lines=True, force_ascii=False, date_format="iso")
-        yield text.rstrip("\n").encode() + b"\n" if len(chunk) else b""
+    import pandas as pd
+
+    for chunk in chunks:  # to_json would round floats and drop what is infinite
+        lines = [
+            json.dumps(
+                {
+                    key: None if value is pd.NA or value is pd.NaT else value
+                    for key, value in row.items()
+                },
+                ensure_ascii=False,
+                default=_plain,
+            )
+            for row in chunk.to_dict(orient="records")
+        ]
+        yield "".join(f"{line}\n" for line in lines).encode()
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has for a value that it does not know."""
+    if isinstance(value, Decimal):
+        return float(value)
+    if isinstance(value, bytes | memoryview):
+        return bytes(value).decode()
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)
 
 
 def _connect(url: str) -> Any:

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from trinity_dask.buffer.data.prompts import prompt_of
+from trinity_dask.buffer.data.prompts import check_text, prompt_of
 from trinity_dask.buffer.data.readers import RowReader, compare_data
 from trinity_dask.buffer.data.selectors import make_selector
 from trinity_dask.buffer.data.skipping import Skipping
@@ -152,6 +152,8 @@ class Taskset:
         """The task of a row. Raises UnusableRow when it is empty, DataError for no text."""
         row, fmt, where = self._reader[index], self.cfg.format, self._reader.where(index)
         self._reader.check(index, row, self._needed)
+        for column in self._needed:
+            check_text(row[column], f"{where}: column {column!r}")
         if fmt.messages_key if fmt.prompt_type == "messages" else fmt.prompt_key:
             prompt_of(row, fmt, where)  # refused here, not by each worker
         task = copy.deepcopy(self._template)  # a workflow may write into its arguments
