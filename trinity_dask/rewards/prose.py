@@ -20,13 +20,14 @@ LONGEST = 200  # characters of what may be read as one answer
 
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z\\$*(\d])|[\n。]+")
 _FILLER = re.compile(
-    r"^(?:therefore|thus|hence|so|then|finally|in total|altogether|because|since|we get|we have|"
-    r"we find|i think|i believe|it is|it's|that is|indeed|simply|just|exactly|equal to|obtained as|"
+    r"^(?:therefore|thus|hence|so|then|finally|in total|altogether|because|since|"
+    r"(?:i|we|you) (?:get|got|have|find|found|obtain|obtained)|"
+    r"i think|i believe|it is|it's|that is|indeed|simply|just|exactly|equal to|obtained as|"
     r"either|given by|which is|total|final answer|answer|option|choice)\b[,:]?\s*",
     re.IGNORECASE,
 )
 _COPULA = re.compile(
-    r"(?<![A-Za-z])(?:is|are|was|were|be|equals?|gives?|get|gets|becomes?|makes?|costs?|takes?|"
+    r"(?<![A-Za-z])(?:is|are|was|were|be|equals?|gives?|gets?|got|becomes?|makes?|costs?|takes?|"
     r"needs?|earns?|has|have|had|=)(?![A-Za-z])|(?<!\d)[:：]|[:：](?!\d)|[是为=]",
     re.IGNORECASE,
 )
@@ -54,6 +55,16 @@ _CLAUSE_END = re.compile(
     r"|,\s*(?:but|and|not|because|since|as|so|which)\b).*$",
     re.DOTALL | re.IGNORECASE,
 )
+
+# between two numbers of which the last only says where, or for what, the first was counted
+_WITHIN = re.compile(
+    r"\$?\s*(?:(?!(?:sells?|sold|goes|go)\b)[A-Za-z][A-Za-z'-]*\s+){0,2}"
+    r"(?:in|into|for|per|among|across|within)\s+(?:(?:the|each|all|every|of|his|her|their)\s+)*",
+    re.IGNORECASE,
+)
+_CODE = re.compile(r"^\s*(?:lambda|def|class|elif|else|try|while|return)\b[^:\n]{0,80}:")
+
+_COMPARED = re.compile(r"\d\s*==\s*\d")
 
 
 def is_words(text: str) -> bool:
@@ -100,12 +111,16 @@ def _words(sentence: str) -> Optional[str]:
 def _mathematics(sentence: str) -> Optional[str]:
     if re.search("[A-Za-z]{2}", sentence):
         sentence = sentence.rstrip("! ")  # of a cry, not a factorial
+    if _CODE.match(sentence):
+        return sentence
     sentence = _plain(sentence)
     if _is_mathematics(sentence):
         return sentence
     formulas = [m for m in _MATH.finditer(sentence) if _is_mathematics(m[0])]
     if formulas:
         return _last_group(sentence, formulas)
+    if _COMPARED.search(sentence):
+        return sentence
     said = list(_COPULA.finditer(sentence))
     if said:
         told = _BOUND.sub("", _plain(sentence[said[-1].end() :]))
@@ -119,6 +134,8 @@ def _mathematics(sentence: str) -> Optional[str]:
         if not _DENIED.search(sentence[max(0, m.start() - 30) : m.start()])
         and _stands_alone(sentence, m.end())
     ]
+    if len(numbers) > 1 and _WITHIN.fullmatch(sentence, numbers[-2].end(), numbers[-1].start()):
+        return sentence  # "15 apples in 3 boxes": nothing says which of them is meant
     return _last_group(sentence, numbers) if numbers else None
 
 

@@ -39,6 +39,10 @@ _SAYS = re.compile(
     r"|答案(?:是|为|：|:)+)",
     re.IGNORECASE,
 )
+# what follows "the answer is" on lines of its own
+_SET_OFF = re.compile(r"\$\$.{1,400}?\$\$|\\\[.{1,400}?\\\]", re.DOTALL)
+_CODE_BLOCK = re.compile(r"```\w*[ \t]*\n(.{1,400}?)\n[ \t]*```", re.DOTALL)
+_ITEMS = re.compile(r"(?:[ \t]*[-*+•][ \t]+[^\n]+(?:\n|$))+")
 
 _TAKEN_BACK = re.compile(
     r"\b(?:wait|actually|correction|mistake|that(?:'s| is| was) (?:wrong|incorrect))\b",
@@ -121,11 +125,24 @@ def final_answer(response: str, prompt: Any = None, cut_off: bool = False) -> Op
     text = text[-TAIL:]
     said = list(_SAYS.finditer(text))
     if said and not _TAKEN_BACK.search(text, said[-1].end()):
-        rest = text[said[-1].end() :].strip(" \t\n*_")
-        rest = re.sub(r"\*\*(?!\s*[\w(\\])", "", rest.partition("\n")[0])
+        rest = _said_next(text[said[-1].end() :])
         if rest:
             return None if cut_off and not opening else _found(rest, exact=False)
     return None if cut_off and not opening else _found(text, exact=False)
+
+
+def _said_next(rest: str) -> str:
+    """The line behind ``answer is``, or the formula, code block or list on the lines below."""
+    line, broken, below = rest.partition("\n")
+    below = below.lstrip("\n")
+    if broken and not line.strip(" \t*_") and (items := _ITEMS.match(below)):
+        return ", ".join(item.strip().lstrip("-*+• \t") for item in items[0].strip().split("\n"))
+    rest = rest.strip(" \t\n*_")
+    if block := _CODE_BLOCK.match(rest):
+        return ", ".join(block[1].split("\n"))
+    if formula := _SET_OFF.match(rest):
+        rest = " ".join(formula[0].split("\n")) + rest[formula.end() :]
+    return re.sub(r"\*\*(?!\s*[\w(\\])", "", rest.partition("\n")[0])
 
 
 def _found(text: str, exact: bool) -> Optional[Found]:

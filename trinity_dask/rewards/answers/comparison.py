@@ -15,7 +15,7 @@ from typing import Any, Optional
 
 from trinity_dask.rewards.answers import expression, grammar
 from trinity_dask.rewards.answers.dates import Clock
-from trinity_dask.rewards.answers.forms import parsed, read, text_key
+from trinity_dask.rewards.answers.forms import parsed, read, split_top, text_key
 from trinity_dask.rewards.answers.grammar import Node
 from trinity_dask.rewards.answers.kinds import (
     Assigned,
@@ -47,7 +47,13 @@ _FENCED = re.compile(
     r"mid|parallel|perp|cong|triangle|angle)(?![A-Za-z])"
 )
 _BOUNDS = re.compile(r"_\s*\{[^{}]*\}")
-_DECIMAL_COMMA = re.compile(r"^(-?\d+),(\d+)$")
+# 3,4 is rather a list, and 1,234 a thousand
+_DECIMAL_COMMA = re.compile(r"^(-?0|-?\d+(?!,\d$|,\d{3}$)),(\d+)$")
+_SCALED = re.compile(r"^(-?\$?\d[\d,]*(?:\.\d+)?)(?:(K)|\s*(k|M))\.?$")
+_SCALES = {"k": 1000, "K": 1000, "M": 10**6}
+_AND_PART = re.compile(r"^(-?)(\d+)\s+and\s+(?:(\d+)/(\d+)|\\frac\s*\{(\d+)\}\s*\{(\d+)\})\.?$")
+_SET_SIGN = re.compile(r"\\(cup|cap)(?![A-Za-z])")
+_SET_NAME = re.compile(r"^[A-Z](?:_\{?\w{1,9}\}?)?(?:'|\^\s*\{?[cC]\}?)?$")
 _CHOICE = re.compile(
     r"^(?:(?i:option|choice|answer|i choose|i pick|i select|选择|我选|选)\s*:?\s*)?"
     r"(?:\(\s*(?P<both>[A-Za-z])\s*\)|\[(?P<box>[A-J])\]"
@@ -70,6 +76,9 @@ def compare(answer: str, truth: str) -> Optional[bool]:
         return False
     if text_key(plain_answer) == text_key(plain_truth):
         return True
+    sets = _sets(plain_answer)
+    if sets is not None and sets == _sets(plain_truth):
+        return True
     early = _by_words(plain_answer, plain_truth)
     if early is not None:
         return early
@@ -90,6 +99,21 @@ def compare(answer: str, truth: str) -> Optional[bool]:
     return verdict
 
 
+def _sets(text: str, level: int = 0) -> Optional[tuple[Any, ...]]:
+    r"""Equal for unions, or intersections, of the same named sets in any order; else None."""
+    signs = set(_SET_SIGN.findall(re.sub(r"\([^()]*\)", "", text)))
+    pieces = split_top(text, _SET_SIGN)
+    if len(signs) != 1 or len(pieces) < 2 or level > 2:
+        return None
+    keys: list[str] = []
+    for piece in pieces:
+        inner = _sets(piece[1:-1], level + 1) if piece[:1] + piece[-1:] == "()" else None
+        if inner is None and not _SET_NAME.match(piece):
+            return None
+        keys.append(repr(inner) if inner else text_key(piece))
+    return (*signs, *sorted(keys))
+
+
 def _letters(form: Form, text: str, other: Form) -> Form:
     """A word of two or three letters is a product where the other side is algebra."""
     short = (
@@ -105,13 +129,27 @@ def variables_of(value: Value) -> frozenset[str]:
 
 
 def _loosely(answer: str, wanted: Value) -> bool:
-    """Whether it is equal with ``12m`` read as metres, or ``0,5`` as a decimal."""
+    """Whether it is equal with ``12m`` in metres, ``18k`` in thousands, ``0,5`` a decimal."""
     comma = _DECIMAL_COMMA.match(answer)
     if comma is not None:
         value = expression.exact(wanted.nodes[0])
         decimal = Fraction(f"{comma[1]}.{comma[2]}")
         return value is not None and value.denominator > 1 and value == decimal
-    if any(map(expression.variables, wanted.nodes)) or not answer[-1:].isalnum():
+    if any(map(expression.variables, wanted.nodes)) or not answer:
+        return False
+    bases = () if wanted.unit is None else wanted.unit.bases
+    if (scaled := _SCALED.match(answer)) and {base for base, _ in bases} <= CURRENCIES:
+        times = _SCALES[scaled[2] or scaled[3]]
+        value = read(scaled[1])
+        scale: Node = ("num", Fraction(times))
+        if isinstance(value, Value):
+            many = Value(tuple(("*", node, scale) for node in value.nodes), value.unit)
+            if same(many, wanted):
+                return True
+    if part := _AND_PART.match(answer):
+        top, bottom = int(part[3] or part[5]), int(part[4] or part[6])
+        return top < bottom and bool(same(read(f"{part[1]}({part[2]}+{top}/{bottom})"), wanted))
+    if not answer[-1].isalnum() and answer[-1] != "}":
         return False
     return bool(same(read(answer, loose=True), wanted))
 

@@ -38,6 +38,7 @@ MAX_NESTING = 6
 MAX_UNIT_CHARACTERS = 60
 
 
+_SECONDS = (("s", 1),)
 _INFINITE = ("const", "infty")
 _REALS = Region((Interval(("neg", _INFINITE), _INFINITE, False, False),))
 
@@ -86,6 +87,14 @@ _NOUN = re.compile(r"^(?:[A-Za-z][A-Za-z']{2,}|of|a)(?:[ /-]+(?:[A-Za-z][A-Za-z'
 _HAN_NOUN = re.compile(r"^[\u4e00-\u9fff]+$")
 _NO_NOUNS = "and or to than not is are for times plus minus over mod if else where"
 _NO_NOUN = frozenset(_NO_NOUNS.split())
+_CODE_WORDS = frozenset({"lambda", "def", "class", "elif", "else", "try", "while", "return"})
+_TWICE = re.compile(
+    r"^(?P<digits>\d+)\s*\((?P<words>[A-Za-z][A-Za-z -]*)\)$"
+    r"|^(?P<first>[A-Za-z][A-Za-z -]*?)\s*\((?P<then>\d+)\)$"
+)
+_UNIT_FRACTION = re.compile(
+    r"^(.*\d)\s*\\[dt]?frac\s*\{\s*([A-Za-z]+)\s*\}\s*\{\s*([A-Za-z]+)\s*\}$"
+)
 _MEASURES = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*(?:,\s*|\band\s+)?")
 _WORD = re.compile(r"\b[^\W\d_]{3}")
 _LETTERS = re.compile(r"^[^\d+*/^=<>_|]*[^\W\d_]{2}[^\d+*/^=<>_|]*$")
@@ -152,6 +161,10 @@ class _Reader:
 
     def read(self, text: str, level: int) -> Form:
         text = text.strip(" ,;:?")
+        if twice := _TWICE.match(text):  # "12 (twelve)"
+            digits = twice["digits"] or twice["then"]
+            if spelled_numbers((twice["words"] or twice["first"]).strip()) == digits:
+                text = digits
         text = spelled_numbers(re.sub(r"(?<!\d)\.+$|(?<=\d)\.$", "", text).strip())
         named = _NAMED.get(text, _NAMED.get(text.lower()))
         if named is not None:
@@ -251,6 +264,9 @@ class _Reader:
         if _LABEL.match(last) and len(pieces) == 2:
             return Assigned(_name(last), self.read(first, level + 1))
         left, right = parsed(first), parsed(last)
+        numbers = left and right and left[0] == right[0] == "num" and left != right
+        if numbers and all(node and node[1].denominator == 1 for node in (left, right)):
+            return None  # "7 = 5" is no result
         if re.fullmatch("[a-z]{3}", first) and not _is_product(first):
             left = None  # "sum = 12", "age = 12"
         if left is not None and expression.variables(left) and len(pieces) == 2:
@@ -330,6 +346,8 @@ class _Reader:
     def _labelled(self, text: str, level: int) -> Form:
         """``Total: 18``"""
         name, colon, rest = text.partition(":")
+        if name.split(" ")[0] in _CODE_WORDS:
+            return None
         if not colon or not (_WORDS_LABEL.match(name) or _LABEL.match(name)):
             return None
         form = self.read(rest, level + 1)
@@ -348,6 +366,8 @@ class _Reader:
         """``2 hours 30 minutes``, ``5 feet and 3 inches``: measures that add up to one."""
         found = _MEASURES.findall(text) if text[:1].isdigit() and len(text) < 80 else []
         units = [lookup(name) for _, name in found]
+        if any(unit is not None and unit.bases == _SECONDS for unit in units):
+            units = [lookup("min" if name == "m" else name) for _, name in found]
         if len(found) < 2 or _MEASURES.sub("", text).strip() or None in units:
             return None
         total, base = Fraction(0), units[0]
@@ -367,6 +387,9 @@ class _Reader:
         if in_base := _IN_BASE.match(text):
             base = Unit(Fraction(1), ((f"base {(in_base[2] or in_base[3]).lower()}", 1),))
             return Value((("num", Fraction(in_base[1])),), base)
+        rate = _UNIT_FRACTION.match(text) if self._loose else None
+        if rate and parse_unit(rate[2]) and parse_unit(rate[3]):
+            text = f"{rate[1]} {rate[2]}/{rate[3]}"
         money = _CURRENCY.match(text)
         unit: Optional[Unit] = None
         if money is not None:

@@ -24,7 +24,8 @@ _SIGNS = str.maketrans(
         "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∗": "*", "÷": "/", "⁄": "/", "∕": "/",
         "√": r"\sqrt ", "∞": r"\infty ", "±": r"\pm ", "∓": r"\mp ", "≤": r"\leq ", "⩽": r"\leq ",
         "≥": r"\geq ", "⩾": r"\geq ", "≠": r"\neq ", "≈": r"\approx ", "∪": r"\cup ",
-        "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "°": r"\degree ", "º": r"\degree ",
+        "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "≡": r"\equiv ",
+        "°": r"\degree ", "º": r"\degree ",
         "、": ",", "。": ".", "；": ";", "∶": ":", "ℝ": r"\mathbb{R}", "ℓ": "l", "⟨": "(", "⟩": ")",
         "\u200b": "", "\ufeff": "", "\u2061": "", "\u2062": "",
     }
@@ -45,7 +46,22 @@ _FONTS = (
     "text|textbf|textit|textrm|textsf|texttt|textnormal|mathrm|mathbf|mathit|mathsf|mathtt|mbox|"
     "hbox|operatorname|boldsymbol|bm|emph|underline|boxed|fbox|hat|vec|ensuremath|mathcal"
 )
-_FONT = re.compile(rf"\\(?:{_FONTS})\*?\s*\{{([^{{}}]*)\}}")
+_COLOR = r"\\(?:textcolor|color|colorbox)\s*\{[^{}]*\}"
+_FONT = re.compile(rf"(?:\\(?:{_FONTS})\*?|{_COLOR})\s*\{{([^{{}}]*)\}}")
+_COLORED = re.compile(_COLOR)
+_ROMAN_WORD = r"\s*\{\s*\\(?:text|textrm|mathrm)\s*\{\s*([A-Za-z]+)\s*\}\s*\}"
+_ROMAN_RATE = re.compile(
+    rf"(?<=\d)((?:\s|~|\\[,;: ])*)\\[dt]?frac{_ROMAN_WORD}{_ROMAN_WORD}"
+)  # of units: letters of variables are not upright
+_END_OF_LINE = re.compile(r"^(?:\s*\\\\(?![A-Za-z]))+|(?:\\\\(?:\[[\w.]{1,8}\])?\s*)+$")
+_MODULUS = re.compile(
+    r"\(?\s*(?:\\[pb]?mod(?![A-Za-z])|(?<![A-Za-z\\])mod(?![A-Za-z]))\s*"
+    r"(?:\{\s*(\w{1,9})\s*\}|(\w{1,9}))\s*\)?"
+)
+_GOES_ON = re.compile(
+    r"(?<![\d.])(\d*)\.(\d{0,9}?)(?:(\d)\3\3+|(\d{2,6})\4+)\s*(?:\.{3}|…|\\ldots(?![A-Za-z]))"
+)
+_DOTTED = re.compile(r"\.(\d*)\\dot\s*\{?(\d)\}?(\d*)\\dot\s*\{?(\d)\}?")
 _LINE_OVER = re.compile(r"\\overline\s*\{([A-Za-z]+)\}")
 _SMALL_SPACE = re.compile(r"(?<=\d)(?:\\[,;:! ]|\{,\}|~|\\thinspace|,\\!)+(?=\d{3}(?!\d))")
 _NOTHING = re.compile(
@@ -118,12 +134,19 @@ def clean(text: str) -> str:
     text = _DELIMITER.sub(" ", text)
     for pattern, plain in _SYNONYMS:
         text = pattern.sub(plain, text)
+    text = _ROMAN_RATE.sub(r" \2/\3", text)
     for _ in range(4):  # fonts inside fonts
         text, changes = _FONT.subn(r" \1 ", text)
         if not changes:
             break
+    text = _COLORED.sub("", text)
     text = _LINE_OVER.sub(r"\1", text)
+    text = _DOTTED.sub(r".\1\\overline{\2\3\4}", text)
+    text = _GOES_ON.sub(r"\1.\2\\overline{\3\4}", text)
+    text = _END_OF_LINE.sub("", text.strip())
     text = _SPACE.sub(" ", text).replace("\\%", "%").replace("\\#", "#").replace("\\&", "&")
+    if "\\equiv" in text:
+        text = _MODULUS.sub(r"\\pmod{\1\2}", text)
     return " ".join(re.sub(r"(?<!\\)\\$", "", text.strip()).split())
 
 

@@ -79,7 +79,7 @@ _UNITS["acre"] = Unit(_F(40_468_564_224, 10**7), (("m", 2),))
 POUND = _UNITS["pound"]
 _COUNTS = frozenset({"unit", "units"})
 CURRENCIES = frozenset({"usd", "eur", "gbp", "jpy", "cny", "inr", "krw", "yen"})
-MONEY = frozenset("$€£¥₹₩")
+MONEY = frozenset("$€£¥₹₩¢")
 _POWERS = {
     "square": 2,
     "sq": 2,
