@@ -15,13 +15,14 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NUMBER = r"[\d,]+\.?\d*"
-VLLM = {"rollout", "weight_sync"}
+VLLM = {"cpu_loading", "rollout", "weight_sync"}
 # what the table must show, line by line
 ROWS = {
     "async_modes": [
         rf"\| {style} \| {NUMBER} \| {NUMBER} \|"
         for style in ("fixed", "trainer_driven", "explorer_driven", "fully_async")
     ],
+    "cpu_loading": [rf"\| {way} \| {NUMBER} \| {NUMBER} \|" for way in ("direct", "vLLM's reload")],
     "dispatch": [
         *(rf"^ +{runners}( +{NUMBER}){{7}}$" for runners in (1, 4, 16, 128)),
         r"^memory: .*'left_behind': 0",

@@ -13,7 +13,6 @@ from typing import Any
 
 from trinity_dask.config import Config, ConfigError, from_yaml
 from trinity_dask.config.job_dir import is_finished, stage_file
-from trinity_dask.files import write_json
 
 # may differ between two runs of the same job: where it runs, what it shows, where a stage
 # takes its start model from
@@ -37,8 +36,6 @@ def config_file(cfg: Config) -> Path:
 def finished_message(job_dir: str, stages: list[Config]) -> str | None:
     """What to tell the user when the job is finished already; None when it is not.
 
-    A job whose last stage is given more steps is marked as unfinished and goes on.
-
     Raises:
         ConfigError: it was finished with another configuration (names the keys).
     """
@@ -49,16 +46,10 @@ def finished_message(job_dir: str, stages: list[Config]) -> str | None:
     finished = is_finished(job_dir, len(stages), stage_file(first))
     if not first.continue_from_checkpoint or not finished:
         return None
-    *changed, grown = [dict(_changed(stage)) for stage in stages]
-    is_more = [
-        key in _AMOUNTS and None not in pair and pair[0] < pair[1] for key, pair in grown.items()
-    ]
-    if grown and all(is_more) and not any(changed):
-        last = {"latest_stage": len(stages) - 1, "finished": False}
-        write_json(Path(job_dir) / stage_file(first), last)
+    if is_given_more(stages):
         return None
-    if grown or any(changed):
-        different = sorted({key for each in (*changed, grown) for key in each})
+    different = sorted({key for stage in stages for key, _ in _changed(stage)})
+    if different:
         raise ConfigError(
             f"{job_dir} is finished, with another configuration (different: "
             f"{', '.join(different[:8])}); give this one another name=, or "
@@ -68,6 +59,20 @@ def finished_message(job_dir: str, stages: list[Config]) -> str | None:
     return (
         f"{job_dir} is finished already; give another name, or continue_from_checkpoint=false, "
         "to run it again"
+    )
+
+
+def is_given_more(stages: list[Config]) -> bool:
+    """Whether ``stages``, all finished, differ from those by more of the last one alone: then the
+    job is not finished."""
+    *changed, grown = [dict(_changed(stage)) for stage in stages]
+    return (
+        bool(grown)
+        and not any(changed)
+        and all(
+            key in _AMOUNTS and None not in pair and pair[0] < pair[1]
+            for key, pair in grown.items()
+        )
     )
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from trinity_dask.config import job_dir, modes
 from trinity_dask.config.schema import Config
 from trinity_dask.files import read_json, write_json
+from trinity_dask.launcher.job_files import is_given_more
 from trinity_dask.launcher.job_lock import JobLock, claims_of
 from trinity_dask.launcher.status import FINAL_STATES, StatusBoard, describe
 from trinity_dask.launcher.warm_up import WarmUp
@@ -100,6 +101,8 @@ class Launcher:
         if self.stages[0].continue_from_checkpoint and not self._benches:
             meta = read_json(self._stage_file) or {}
             first = int(meta.get("latest_stage", 0)) + bool(meta.get("finished", False))
+        if first >= len(self.stages) and is_given_more(self.stages):
+            first = len(self.stages) - 1
         if first >= len(self.stages):
             return
         async with WarmUp(self.stages[first:]) as warm_up:
