@@ -511,6 +511,21 @@ def test_drift_is_that_of_the_tokens():
     assert (experience.info["model_version"], experience.info["model_version_drift"]) == (0, 3)
 
 
+def test_tokens_that_no_model_sampled_have_no_part_in_version_and_drift():
+    @WORKFLOWS.register_module("dialogue", force=True)
+    class Dialogue(Base):
+        async def run_async(self):
+            (experience,) = await self.model.generate_async("x", min_tokens=8, max_tokens=8)
+            experience.versions[:] = [5, 5, 5, -1, -1, *[6] * (len(experience.versions) - 5)]
+            (other,) = await self.model.generate_async("x", min_tokens=2)
+            other.versions[:] = -1
+            return [experience, other]
+
+    _, (experience, other) = run(Task("dialogue"))
+    assert (experience.info["model_version"], experience.info["model_version_drift"]) == (5, 1)
+    assert (other.info["model_version"], other.info["model_version_drift"]) == (0, 0)
+
+
 @pytest.mark.parametrize("how", ["spin", "sleep"])
 def test_fault_02_async_code_that_blocks_the_loop_is_interrupted_at_its_deadline(how):
     @WORKFLOWS.register_module("blocks", force=True)

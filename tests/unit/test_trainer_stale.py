@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,6 +14,7 @@ from trainer_support import grpo_config, rows, save_tiny_model
 from trinity_dask.experience.schema import encode, from_table, to_table
 from trinity_dask.trainer.ranks.rank import TrainerRank
 from trinity_dask.trainer.sources import TrainInput, stale_metrics, without_stale
+from trinity_dask.trainer.step.row_metrics import describe_rows
 
 
 def aged(n: int = 8):
@@ -43,6 +45,36 @@ def test_old_tokens_leave_the_action_mask_and_are_counted():
     assert told["sample/stale_tokens"] == stale
     assert told["sample/stale_rows"] == sum(len(e.versions) > 1 for e in experiences[:-1])
     assert stale_metrics(table, 2) == {}
+
+
+def test_a_token_that_no_model_sampled_is_never_too_old():
+    experiences = aged()
+    for experience in experiences[:-1]:
+        experience.versions[-1] = -1
+    table = to_table(experiences)
+    stale = sum(int(((e.versions >= 0) & (e.versions < 3)).sum()) for e in experiences[:-1])
+    assert stale_metrics(table, 3)["sample/stale_tokens"] == stale
+    for before, after in zip(experiences[:-1], from_table(without_stale(table, 3)), strict=False):
+        assert after.action_mask[-1] == (before.action_mask is None or before.action_mask[-1])
+    only = [e for e in experiences if e.versions is not None]
+    for experience in only:
+        experience.versions[:] = -1
+    assert stale_metrics(to_table(only), 9) == {}
+    described = describe_rows(to_table(only))
+    assert not [name for name in described if name.startswith("sample/model_version")]
+
+
+def test_the_metrics_of_versions_are_over_sampled_tokens():
+    experiences = aged(6)
+    for experience in experiences[:-1]:
+        experience.versions[-1] = -1
+    known = [e.versions[e.versions >= 0] for e in experiences[:-1]]
+    flat, drift = np.concatenate(known), [int(v.max() - v.min()) for v in known if len(v)]
+    halves = [to_table(experiences[:2]), to_table(experiences[2:])]  # two chunks
+    described = describe_rows(pa.concat_tables(halves))
+    assert described["sample/model_version/mean"] == pytest.approx(flat.mean())
+    assert described["sample/model_version/min"] == flat.min()
+    assert described["sample/model_version_drift/mean"] == pytest.approx(np.mean(drift))
 
 
 @pytest.fixture(scope="module")

@@ -151,6 +151,25 @@ def test_greedy_logprobs_are_those_at_temperature_1(served):
     served.assert_in_sync(completion)
 
 
+def test_more_seeded_prompts_than_one_step_can_take_do_not_end_the_engine(served):
+    """A client may send a seed with any request, and as many at a time as it likes."""
+    length = served.run(served.actor.describe())["max_model_len"] - 4
+    draw = np.random.default_rng(4)
+    prompts = draw.integers(3, 90, (16384 // length, length)).tolist()
+
+    async def ask():
+        calls = [
+            served.actor.generate(ids, SamplingParams(max_tokens=3, seed=k), f"s{next(versions)}")
+            for k, ids in enumerate(prompts)
+        ]
+        return await asyncio.gather(*calls)
+
+    first, second = served.run(ask()), served.run(ask())
+    for prompt, (a,), (b,) in zip(prompts, first, second, strict=True):
+        assert np.array_equal(a.token_ids, b.token_ids)
+        served.assert_in_sync(a, prompt)
+
+
 def test_seed_length_and_stop(served):
     first = served.generate(n=3, seed=5)
     second = served.generate(n=3, seed=5)

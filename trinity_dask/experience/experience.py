@@ -48,8 +48,8 @@ class Experience:
     Shapes: tokens int32 ``[seq]`` (prompt then response), ``prompt_length`` in tokens;
     all of :data:`RESPONSE_FIELDS` ``[seq - prompt_length]``. ``logprobs`` are the
     behaviour policy's at its sampling temperature; ``versions`` the model version that
-    sampled each token; ``action_mask`` true where the policy chose the token (default:
-    everywhere, or nowhere when the prompt was truncated).
+    sampled each token, -1 for one that no model sampled; ``action_mask`` true where the
+    policy chose the token (default: everywhere, or nowhere when the prompt was truncated).
 
     ``chosen`` / ``rejected`` int32 hold a preference pair; then ``tokens`` is the prompt.
 
@@ -125,6 +125,15 @@ class Experience:
                 )
             if array is not value:
                 setattr(self, name, array)
+
+    @property
+    def version_span(self) -> Optional[tuple[int, int]]:
+        """Oldest and newest version that sampled a token; None where none is known. Tokens that
+        no model sampled (a tool's, the user's) have a negative one."""
+        if self.versions is None:
+            return None
+        sampled = self.versions[self.versions >= 0]
+        return (int(sampled.min()), int(sampled.max())) if len(sampled) else None
 
     @property
     def response_length(self) -> int:

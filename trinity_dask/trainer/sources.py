@@ -35,7 +35,8 @@ SLICE_S = 1.0  # how long one wait for rows lasts before the caller can look aro
 class TrainInput:
     """Rows by reference into a store, then rows by value (of ``experience.schema``).
 
-    Tokens of versions below ``min_version`` are masked; a row of unknown versions is not.
+    Tokens of versions below ``min_version`` are masked; a row of unknown versions is not, nor is
+    a token that no model sampled (of a negative version).
     """
 
     store_url: Optional[str] = None
@@ -54,7 +55,8 @@ def without_stale(table: pa.Table, min_version: int) -> pa.Table:
     for versions, mask in zip(table["versions"], table["action_mask"], strict=True):
         fresh = None
         if versions.is_valid:
-            fresh = versions.values.to_numpy() >= min_version
+            values = versions.values.to_numpy()
+            fresh = (values >= min_version) | (values < 0)
             if mask.is_valid:
                 fresh &= mask.values.to_numpy(zero_copy_only=False)
         masks.append(mask.as_py() if fresh is None else fresh)
@@ -68,7 +70,8 @@ def stale_metrics(table: pa.Table, min_version: int) -> dict[str, float]:
     if min_version <= 0 or table.num_rows == 0:
         return {}
     known = table["versions"].drop_null()
-    stale = pc.less(pc.list_flatten(known), min_version)
+    flat = pc.list_flatten(known)
+    stale = pc.and_(pc.less(flat, min_version), pc.greater_equal(flat, 0))
     if not pc.any(stale).as_py():
         return {}
     rows = pc.list_parent_indices(known).filter(stale)

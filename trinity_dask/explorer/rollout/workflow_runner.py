@@ -147,8 +147,7 @@ class WorkflowRunner:
             eid, versions = experience.eid, of_model
             eid.batch, eid.task = batch_id, eid.task if eid.task != "" else task.task_id
             experience.metrics = experience.metrics or {}
-            if experience.versions is not None:
-                versions = int(experience.versions.min()), int(experience.versions.max())
+            versions = experience.version_span or versions
             if versions is not None:
                 first, last = versions
                 experience.info |= {"model_version": first, "model_version_drift": last - first}

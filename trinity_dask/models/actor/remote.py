@@ -37,7 +37,8 @@ def serve_engine(worker: Worker, engine: Any) -> None:
     calls: dict[str, asyncio.Task[Any]] = {}
 
     async def execute(call_id: str, method: str, args: list[Any]) -> dict[str, Any]:
-        task = asyncio.ensure_future(getattr(engine, method)(*args))
+        plain = [arg.tolist() if isinstance(arg, np.ndarray) else arg for arg in args]
+        task = asyncio.ensure_future(getattr(engine, method)(*plain))
         calls[call_id] = task
         try:
             result = await task
@@ -105,10 +106,10 @@ class RemoteEngine:
     async def generate(
         self, prompt_token_ids: list[int], sampling: SamplingParams, request_id: str
     ) -> list[Completion]:
-        return await self._found_call("generate", prompt_token_ids, sampling, request_id)
+        return await self._found_call("generate", _packed(prompt_token_ids), sampling, request_id)
 
     async def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> np.ndarray:
-        return await self._found_call("logprobs", token_ids, temperature)
+        return await self._found_call("logprobs", _packed(token_ids), temperature)
 
     async def _found_call(self, method: str, *args: Any) -> Any:
         if self._handle is None:
@@ -141,6 +142,11 @@ class RemoteEngine:
             raise reply["exception"]
         self.model_version = reply["version"]
         return reply["result"]
+
+
+def _packed(token_ids: list[int]) -> np.ndarray:
+    """One frame on the wire: Dask walks through a list, and 8192 ids are as many frames."""
+    return np.asarray(token_ids, dtype=np.int32)
 
 
 _aborts = Background("a request could not be aborted at its engine")

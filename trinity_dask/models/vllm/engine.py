@@ -190,6 +190,9 @@ class VLLMEngine:
             args |= adapter_args(self._lora)
         if self.spec.device == "cpu":
             args["kv_cache_memory_bytes"] = cfg.get("kv_cache_memory_bytes", 1 << 28)
+            # after a piece of a seeded request's prefill vLLM sets its generator back, which a
+            # generator on a CPU cannot: the engine would die of it, whoever sends the seed
+            args["enable_chunked_prefill"] = False
             if self._world_size == 1:
                 args["distributed_executor_backend"] = "uni"
         else:

@@ -130,10 +130,11 @@ def _versions(table: pa.Table) -> dict[str, float]:
     """The weights that sampled the tokens, and how far they differ inside a row."""
     versions = table["versions"].drop_null()
     flat = pc.list_flatten(versions).to_numpy()
+    rows = pc.list_parent_indices(versions).to_numpy()[flat >= 0]
+    flat = flat[flat >= 0]  # the others no model sampled
     if len(flat) == 0:
         return {}
-    lengths = pc.list_value_length(versions).to_numpy()
-    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])[lengths > 0]
+    starts = np.flatnonzero(np.diff(rows, prepend=-1))
     drift = np.maximum.reduceat(flat, starts) - np.minimum.reduceat(flat, starts)
     return {
         **bounds("sample/model_version", flat),
