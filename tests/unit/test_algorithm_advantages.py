@@ -347,3 +347,39 @@ def test_filters_and_pass_rates_count_runs():
     assert found["origin_group_advantages/reward_std/mean"] == 0.5
     _, metrics = OPERATORS.get("pass_rate_calculator")().process(rows)
     assert metrics["selector_metric"][0] == {"indices": [0, 1, 2], "values": [0.5, 0.0, 0.5]}
+
+
+GROUPED = [
+    ("grpo", {}), ("grpo", {"std_cal_level": "batch"}), ("grpo", {"rank_penalty": 0.3}),
+    ("grpo", {"std_threshold": 0.1}), ("grpo", {"std_cal_level": "none"}), ("opmd", {}),
+    ("opmd", {"opmd_baseline": "logavgexp", "tau": 0.5}), ("asymre", {}), ("reinforce", {}),
+    ("rec", {}), ("rec", {"std_normalize": True, "drop": "balance"}), ("raft", {"n_best": 2}),
+    ("raft", {"min_reward": 0.5}), ("step_wise_grpo", {}), ("gigpo", {}),
+]  # fmt: skip
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    runs=st.lists(
+        st.tuples(st.sampled_from([0.0, 0.25, 1.0]), st.integers(1, 4)), min_size=1, max_size=6
+    )
+)
+@pytest.mark.parametrize(("name", "args"), GROUPED)
+def test_more_experiences_of_a_run_are_no_more_runs(name, args, runs):
+    """What a run's rows get, and which runs stay, is what its only row would get."""
+    rewards, counts = zip(*runs, strict=True)
+
+    def scored(rows):
+        for row in rows:
+            row.logprobs = np.full(3, -1.0 - row.eid.run % 3, np.float32)
+        kept, metrics = ADVANTAGES.get(name)(**args)(rows)
+        return {r.eid.rid: float(r.advantages[0]) for r in kept}, kept, metrics
+
+    other = turns([1.0, 0.0], [1, 1], task=1)
+    alone, _, of_one = scored(turns(rewards, [1] * len(rewards)) + other)
+    found, kept, of_several = scored(turns(rewards, counts) + other)
+    assert found == pytest.approx(alone, abs=1e-9)
+    for row in kept:
+        assert float(row.advantages[0]) == pytest.approx(alone[row.eid.rid], abs=1e-9)
+    shared = [key for key in of_one if "group" in key and "anchor" not in key]
+    assert {k: of_several[k] for k in shared} == pytest.approx({k: of_one[k] for k in shared})

@@ -317,3 +317,118 @@ def test_fault_35_every_schema_resumes_at_every_point(
 def test_an_unknown_schema_names_the_known_ones(path: Path, tokenizer: Any) -> None:
     with pytest.raises(ValueError, match="did you mean 'dpo'"):
         rows_of(path, tokenizer, "dpoo")
+
+
+# -- pairs of whole conversations -------------------------------------------------------------
+Q, A, B = ("user", "q"), ("assistant", "yes"), ("assistant", "no")
+SYS = ("system", "s")
+
+
+@pytest.mark.parametrize(
+    ("given", "chosen", "rejected", "asked"),
+    [
+        (None, [Q, A], [Q, B], [Q]),
+        (None, [SYS, Q, A], [SYS, Q, B], [SYS, Q]),
+        (None, [Q, A, ("user", "more"), A], [Q, A, ("user", "more"), B], [Q, A, ("user", "more")]),
+        ([Q], [Q, A], [Q, B], [Q]),
+        ([SYS, Q], [Q, A], [Q, B], [SYS, Q]),
+        ([Q], [SYS, Q, A], [SYS, Q, B], [SYS, Q]),
+        ([Q, A], [A], [B], [Q]),  # its own last turn is one of the answers
+        ([], [Q, A], [Q, B], [Q]),
+        (None, [Q, A, ("user", "more"), A], [Q, A, ("tool", "more"), B], [Q]),
+        (None, [Q, A], [Q, A], [Q]),
+    ],
+)
+@pytest.mark.parametrize("as_text", [False, True])
+def test_whole_conversations_are_told_apart(
+    tokenizer: Any, given: Any, chosen: Any, rejected: Any, asked: Any, as_text: bool
+) -> None:
+    write = (lambda *t: json.dumps(turns(*t))) if as_text else turns
+    row: dict[str, Any] = {"chosen": write(*chosen), "rejected": write(*rejected)}
+    if given is not None:
+        row["messages"] = write(*given)
+    pair = examples(tokenizer, "dpo", row, prompt_type="messages")
+    for experience, answer in zip(pair, (chosen, rejected), strict=True):
+        wanted = "".join(f"<|im_start|>{r}\n{t}<|im_end|>\n" for r, t in asked)
+        assert prompt_of(tokenizer, experience) == f"{wanted}<|im_start|>assistant\n"
+        spoken = [t for r, t in answer if r == "assistant"]
+        spoken = spoken[sum(r == "assistant" for r, _ in asked) :]
+        assert learned(tokenizer, experience) == [f"{text}<|im_end|>" for text in spoken]
+
+
+@pytest.mark.parametrize(
+    ("given", "chosen", "rejected", "message"),
+    [
+        ([("user", "z")], [Q, A], [Q, B], "do not begin with the same turns as 'messages'"),
+        (None, [Q, A], [("user", "z"), B], "do not begin with the same turns, so"),
+        (None, [Q, A], [B], "do not begin with the same turns"),
+        (None, [A], [B], r"no value in column 'messages', and .* begin with the answer"),
+        ([Q, ("assistant", "draft")], [A], [B], "ends with a turn of the assistant's, which is"),
+        (None, [Q], [Q, B], "last turn of 'chosen' must be the assistant's"),
+        (None, [SYS, A], [SYS, B], "do not begin with the same turns"),
+    ],
+)
+def test_pairs_whose_question_cannot_be_told(
+    tokenizer: Any, given: Any, chosen: Any, rejected: Any, message: str
+) -> None:
+    row: dict[str, Any] = {"chosen": turns(*chosen), "rejected": turns(*rejected)}
+    if given is not None:
+        row["messages"] = turns(*given)
+    with pytest.raises(DataError, match=message):
+        examples(tokenizer, "dpo", row, prompt_type="messages")
+
+
+def test_conversations_in_a_plaintext_pair_are_told_what_to_set(tokenizer: Any) -> None:
+    row = {"prompt": "q", "chosen": turns(Q, A), "rejected": turns(Q, B)}
+    with pytest.raises(DataError, match=r"prompt_type=messages .*need no other column"):
+        examples(tokenizer, "dpo", row)
+    assert len(examples(tokenizer, "dpo", row, prompt_type="messages")) == 2
+
+
+# -- a prefix of every reply ------------------------------------------------------------------
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED, THINKING.replace("{{ m.thought }}", "")])
+@pytest.mark.parametrize("written", [(), (0,), (0, 1)])
+def test_every_reply_begins_with_the_prefix_and_does_not_learn_it(
+    template: str, written: tuple[int, ...]
+) -> None:
+    tok, spoken = tokenizer_with(template), ["b", "c"]
+    if "<think>" in template:
+        tok.chat_template = TEMPLATE.replace("{{ m['content'] }}", "{{ m.content }}{# <think> #}")
+    said = [f"> {text}" if n in written else text for n, text in enumerate(spoken)]
+    chat = turns(SYS, ("user", "a"), ("assistant", said[0]), ("user", "t"), ("assistant", said[1]))
+    fmt = {"prompt_type": "messages", "enable_concatenated_multi_turn": True, "reply_prefix": "> "}
+    (e,) = examples(tok, "sft", {"messages": chat}, **fmt)
+    only_last = "<think>" in str(tok.chat_template)  # earlier turns are as they are in the row
+    assert learned(tok, e) == [f"{text}<|im_end|>" for text in spoken[only_last:]]
+    assert prompt_of(tok, e).endswith("<|im_start|>assistant\n> ")
+    whole = tok.decode(e.tokens.tolist())
+    assert whole.count("> b") == (1 if not only_last or 0 in written else 0)
+    assert whole.count("> c") == 1
+
+
+def test_a_prefix_begins_every_reply_of_a_pairs_answer(tokenizer: Any) -> None:
+    answer = turns(("assistant", "call"), ("tool", "42"), ("assistant", "it is 42"))
+    row = {"messages": turns(Q), "chosen": answer, "rejected": turns(B)}
+    chosen, rejected = examples(tokenizer, "dpo", row, prompt_type="messages", reply_prefix="> ")
+    assert learned(tokenizer, chosen) == ["call<|im_end|>", "it is 42<|im_end|>"]
+    assert "assistant\n> it is 42" in tokenizer.decode(chosen.tokens.tolist())
+    assert prompt_of(tokenizer, chosen) == prompt_of(tokenizer, rejected)
+
+
+@pytest.mark.parametrize("said", ["> ", ">  "])
+def test_a_reply_of_nothing_but_the_prefix_is_empty(tokenizer: Any, said: str) -> None:
+    chat = turns(Q, ("assistant", said), Q, A)
+    fmt = {"prompt_type": "messages", "enable_concatenated_multi_turn": True, "reply_prefix": "> "}
+    with pytest.raises(DataError, match="a turn of the assistant's is empty"):
+        examples(tokenizer, "sft", {"messages": chat}, **fmt)
+
+
+def test_a_template_that_writes_the_prefix_itself_is_told() -> None:
+    tok = tokenizer_with(
+        TEMPLATE.replace("{{ m['content'] }}", "{{ m.content | trim }}").replace(
+            "assistant\n{% endif %}", "assistant\n> {% endif %}"
+        )
+    )
+    fmt = {"prompt_type": "messages", "enable_concatenated_multi_turn": True, "reply_prefix": "> "}
+    with pytest.raises(DataError, match=r"turn 2 differently when it is asked for with format\.re"):
+        examples(tok, "sft", {"messages": turns(Q, A)}, **fmt)

@@ -237,13 +237,13 @@ def test_a_conversation_keeps_its_own_system_prompt(role: str) -> None:
         ({"content": "x", "tool_calls": [], "name": None}, {"content": "x"}),
         ({"content": "x", "tool_calls": None, "refusal": None}, {"content": "x"}),
         ({"tool_calls": [{"function": {"name": "f", "arguments": '{"a": null}'}}]},
-         {"content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": None}}}]}),
+         {"content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}),
         ({"tool_calls": [{"function": {"name": "f", "arguments": {"a": 1, "b": None}}}]},
          {"content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}),
         ({"tool_calls": [{"name": "f", "arguments": ""}]},
          {"content": "", "tool_calls": [{"name": "f", "arguments": {}}]}),
         ({"tool_calls": '[{"function": {"name": "f"}}]'},
-         {"content": "", "tool_calls": [{"function": {"name": "f"}}]}),
+         {"content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}),
         ({"function_call": {"name": "f", "arguments": "{}"}},
          {"content": "", "function_call": {"name": "f", "arguments": {}}}),
     ],
@@ -428,3 +428,75 @@ def test_a_tokenizer_without_a_chat_template_is_told() -> None:
     for fmt in ({}, chats, {**chats, "enable_concatenated_multi_turn": True}):
         with pytest.raises(DataError, match="row 0: the tokenizer has no chat template"):
             trained_ids("sft", row, FormatConfig(**fmt), tokenizer_with(None))
+
+
+@pytest.mark.parametrize(
+    ("given", "seen"),
+    [
+        (None, {}), ("", {}), ("null", {}), ("{}", {}), ({}, {}), (float("nan"), {}),
+        ({"zone": None, "at": 3}, {"at": 3}), ('{"zone": null, "at": 3}', {"at": 3}),
+        ({"all": [1, None], "in": {"b": None}}, {"all": [1, None], "in": {}}),
+        ('{"all": [1, null], "in": {"b": null}}', {"all": [1, None], "in": {}}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["tool_calls", "function_call", "text of the conversation"])
+def test_a_null_argument_is_none_however_it_is_written(given: Any, seen: Any, kind: str) -> None:
+    function = {"name": "clock", "arguments": given}
+    turn: dict[str, Any] = {"role": "assistant", "content": ""}
+    turn |= {"function_call": function} if kind == "function_call" else {
+        "tool_calls": [{"function": function}]}  # fmt: skip
+    chat: Any = [USER, turn, {"role": "tool", "content": "4"}]
+    if kind.startswith("text"):
+        chat = json.dumps(chat)
+    prompt = prompt_of({"messages": chat}, FormatConfig(prompt_type="messages"), "row 0")
+    call = prompt.messages[1]
+    found = call["function_call"] if kind == "function_call" else call["tool_calls"][0]["function"]
+    assert found == {"name": "clock", "arguments": seen}
+
+
+def test_arguments_of_a_call_without_any_can_be_written_out() -> None:
+    turn = {"role": "assistant", "tool_calls": [{"function": {"name": "clock", "arguments": None}}]}
+    row = {"messages": [USER, turn, {"role": "tool", "content": "4"}]}
+    ids = rollout_ids(row, FormatConfig(prompt_type="messages"), TOKENIZERS["chatml with tools"])
+    assert "<call>clock {}</call>" in TOKENIZER.decode(ids)
+
+
+@pytest.mark.parametrize("depth", [102, 10_000, 100_000])
+@pytest.mark.parametrize("place", ["messages", "tools", "arguments"])
+def test_what_is_nested_too_deep_is_refused(depth: int, place: str) -> None:
+    deep = '{"a": ' * depth + "1" + "}" * depth
+    call = {"function": {"name": "f", "arguments": deep}}
+    row: dict[str, Any] = {"messages": [USER], "tools": f"[{deep}]" if place == "tools" else None}
+    if place == "messages":
+        row["messages"] = f'[{{"role": "user", "content": "q", "x": {deep}}}]'
+    if place == "arguments":
+        row["messages"] = [{"role": "assistant", "tool_calls": [call]}, USER]
+    with pytest.raises(DataError, match=r"row 0: .*(levels deep|is no JSON|no JSON object)"):
+        prompt_of(row, FormatConfig(prompt_type="messages"), "row 0")
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ raise_exception('roles must alternate') }}", "{{ 1 / 0 }}", "{{ messages[0].nothing.x }}",
+     "{{ '%d' % 'roles must alternate' }}", "{{ [1].index(2) }}"],
+)  # fmt: skip
+@pytest.mark.parametrize("multi", [False, True])
+def test_what_a_template_says_is_told_as_what_it_says(template: str, multi: bool) -> None:
+    row = {
+        "prompt": "q",
+        "response": "r",
+        "messages": [USER, {"role": "assistant", "content": "a"}],
+    }
+    fmt = FormatConfig(prompt_type="messages", enable_concatenated_multi_turn=multi)
+    with pytest.raises(DataError, match="the chat template refuses the conversation") as refused:
+        trained_ids("sft", row, fmt, tokenizer_with(template))
+    assert "no chat template" not in str(refused.value)
+
+
+def test_a_rollout_without_a_chat_template_is_told_as_well() -> None:
+    for kind in ("plaintext", "messages"):
+        fmt = FormatConfig(prompt_type=kind)
+        with pytest.raises(ValueError, match=r"has no chat template; .*apply_chat_template=false"):
+            rollout_ids({"prompt": "q", "messages": [USER]}, fmt, tokenizer_with(None))
+    plain = FormatConfig(apply_chat_template=False)
+    assert rollout_ids({"prompt": "q"}, plain, tokenizer_with(None))

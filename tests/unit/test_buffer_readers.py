@@ -18,7 +18,10 @@ import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from trinity_dask.buffer.data import parts
 from trinity_dask.buffer.data.parts import SMALL_GROUP_BYTES, WINDOW_ROWS
 from trinity_dask.buffer.data.readers import SAMPLE_ROWS, RowReader
 from trinity_dask.buffer.data.sources import find_sources
@@ -546,3 +549,235 @@ def test_a_column_of_lines(tmp_path: Path, text: str, values: list[Any], packed:
     data = gzip.compress(text.encode()) if packed else text
     reader = RowReader(str(put(tmp_path / f"x.jsonl{'.gz' * packed}", data)))
     assert reader.column("a") == values
+
+
+# -- directories as strangers have them ------------------------------------------------------
+def card(*configs: str) -> str:
+    return "---\nconfigs:\n" + "".join(f"- {each}\n" for each in configs) + "---\n"
+
+
+EN, DE = '{config_name: en, data_files: "en/*"}', '{config_name: de, data_files: "de/*"}'
+
+
+@pytest.mark.parametrize(
+    ("configs", "chosen"),
+    [
+        ([EN, DE.replace("de,", "de, default: true,", 1)], "de"),
+        ([EN, DE.replace("name: de", "name: default")], "de"),
+        ([EN.replace("en,", "en, default: true,", 1), DE], "en"),
+        ([EN, "{config_name: default}"], None),  # it takes every file
+        ([EN, DE], DataError),
+        ([EN.replace("en,", "en, default: true,", 1), DE.replace("name: de", "name: default")],
+         DataError),
+        ([EN, DE.replace("de,", "de, default: false,", 1)], DataError),
+    ],
+)  # fmt: skip
+def test_the_default_of_several_subsets(tmp_path: Path, configs: list[str], chosen: Any) -> None:
+    put(tmp_path / "README.md", card(*configs))
+    for name in ("en", "de"):
+        put(tmp_path / name / "rows.jsonl", json.dumps({"from": name}))
+    if chosen is DataError:
+        with pytest.raises(DataError, match="set subset_name"):
+            RowReader(str(tmp_path))
+        return
+    found = [row["from"] for row in rows_of(tmp_path)]
+    assert found == ([chosen] if chosen else ["de", "en"])
+    assert rows_of(tmp_path, subset="en") == [{"from": "en"}]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "count"),
+    [
+        ("data/train", 2), ("data/tr*", 2), ("./data/train/", 2), ("data/train/*", 1),
+        ("data/train/**", 2), ("data/*/*/b*", 1), ("*", 1), ("data", 3), ("notes/*", DataError),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("scheme", ["", "memory://"])
+def test_a_readme_may_pick_folders(tmp_path: Path, scheme: str, pattern: str, count: Any) -> None:
+    root = f"{scheme}{tmp_path}"
+    files = {"data/train/a.jsonl": "1", "data/train/deep/b.jsonl": "2", "data/test/c.jsonl": "3",
+             "top.jsonl": "4", "notes/x.txt": "?"}  # fmt: skip
+    readme = card(f'{{config_name: x, data_files: [{{split: train, path: "{pattern}"}}]}}')
+    for name, text in {**files, "README.md": readme}.items():
+        with fsspec.open(f"{root}/{name}", "w", auto_mkdir=True) as file:
+            file.write(text if name.endswith(".md") else f'{{"n": {text}}}')
+    if count is DataError:
+        with pytest.raises(DataError, match="no files of split 'train'"):
+            RowReader(root)
+    else:
+        assert len(RowReader(root)) == count
+
+
+def test_a_folder_that_is_a_link_is_a_folder(tmp_path: Path) -> None:
+    put(tmp_path / "elsewhere/part/a.jsonl")
+    root = tmp_path / "set"
+    (root / "train/more").mkdir(parents=True)
+    (root / "test").symlink_to(tmp_path / "elsewhere")
+    (root / "train/rows").symlink_to(tmp_path / "elsewhere/part")
+    (root / "train/more/again").symlink_to(root)  # what it lies in
+    assert rows_of(root, split="test") == ROWS
+    assert rows_of(root) == ROWS
+    assert rows_of(f"{root}/*/part/*.jsonl") == ROWS
+    put(root / "README.md", card('{config_name: x, data_files: "train/*/*.jsonl"}'))
+    assert rows_of(root) == ROWS
+
+
+@pytest.mark.parametrize(
+    "state",
+    ["{}", "[]", "no", '{"_data_files": 3}', '{"_data_files": [{}]}', '{"_data_files": ["x"]}',
+     '{"step": 4, "loss": 0.1}', "[" * 100_000],
+)  # fmt: skip
+def test_a_state_that_is_not_that_of_a_saved_data_set(tmp_path: Path, state: str) -> None:
+    put(tmp_path / "state.json", state)
+    put(tmp_path / "train.jsonl")
+    with pytest.raises(DataError, match=r"state\.json is not what .*save_to_disk writes"):
+        RowReader(str(tmp_path))
+
+
+def test_a_state_that_names_a_file_which_is_gone(tmp_path: Path) -> None:
+    put(tmp_path / "state.json", '{"_data_files": [{"filename": "gone.arrow"}]}')
+    with pytest.raises(DataError, match=r"gone\.arrow"):
+        RowReader(str(tmp_path))
+
+
+# -- what Python has no value for ------------------------------------------------------------
+@pytest.mark.parametrize("kind", [pa.timestamp("s"), pa.date32(), pa.date64(), pa.timestamp("us")])
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_a_date_after_the_year_9999_names_its_row(tmp_path: Path, kind: Any, suffix: str) -> None:
+    per_day = {"s": 86_400, "us": 86_400_000_000, "ms": 86_400_000}
+    day = per_day.get(str(kind)[10:-1], 1) * (86_400_000 if kind == pa.date64() else 1)
+    width = pa.int32() if kind == pa.date32() else pa.int64()
+    when = pa.array([day * 365, day * 365 * 20_000], width).cast(kind)
+    table = pa.table({"prompt": ["a", "b"], "when": when})
+    path = tmp_path / f"x.{suffix}"
+    (pq.write_table if suffix == "parquet" else pa.feather.write_feather)(table, str(path))
+    reader = RowReader(str(path))
+    assert reader[0]["prompt"] == "a"
+    with pytest.raises(DataError, match=rf"x\.{suffix}, row 1 cannot be read"):
+        reader[1]
+    with pytest.raises(DataError, match="column 'when' cannot be read"):
+        reader.column("when")
+
+
+@pytest.mark.parametrize(("name", "before"), [("x.jsonl", ""), ("x.json", "["), ("y.json", "")])
+def test_a_hundred_thousand_brackets_are_a_bad_row(tmp_path: Path, name: str, before: str) -> None:
+    deep = '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    reader = RowReader(str(put(tmp_path / name, before + deep + "]" * len(before))))
+    with pytest.raises(DataError, match=rf"{name}, (line 1|row 0): not JSON .*recursion"):
+        reader[0]
+
+
+@pytest.mark.parametrize("empty", ["", "\ufeff", "\n", "\n\n"])
+def test_a_file_without_a_row_among_others(tmp_path: Path, empty: str) -> None:
+    for number, text in enumerate(["", LINES, empty, CSV.split("\n")[0], CSV]):
+        put(tmp_path / f"{number}.{'jsonl' if number < 2 else 'csv'}", text)
+    assert rows_of(f"{tmp_path}/*") == ROWS * 2
+    with pytest.raises(DataError, match="has no rows"):
+        RowReader(f"{tmp_path}/[23].csv")
+
+
+# -- arrays ----------------------------------------------------------------------------------
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.text(st.sampled_from('a"\\{}[],:\n é'), max_size=6),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(st.sampled_from('k"\\]'), max_size=3), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    rows=st.lists(st.dictionaries(st.text(max_size=2), values, max_size=3), min_size=1, max_size=5),
+    indent=st.sampled_from([None, 0, 2]),
+    is_ascii=st.booleans(),
+    bom=st.booleans(),
+    piece=st.integers(1, 40),
+    block=st.integers(1, 60),
+)
+def test_an_array_is_what_json_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: Any, indent: Any, is_ascii: bool,
+    bom: bool, piece: int, block: int,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(parts, "PIECE", piece)
+    monkeypatch.setattr(parts, "BLOCK", block)
+    text = "\ufeff" * bom + json.dumps(rows, indent=indent, ensure_ascii=is_ascii) + " \n" * bom
+    assert rows_of(put(tmp_path / "x.json", text)) == rows
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['[{"a": 1}', '[{"a": 1},]', '[{"a": 1} {"a": 2}]', '[{"a": 1}, 2]', '[1, 2]', '["x"]',
+     '[{"a": 1}]]', '[{"a": 1}] x', '[{"a": 1}, , {"a": 2}]', '[, {"a": 1}]', '[{"a": "1}]',
+     '[{"a": 1}x, {"a": 2}]', '[[1], [2]]', '[{"a": 1}, [2]]', '[{"a" 1}]', "[null]",
+     '[{"a": 1}][{"a": 2}]'],
+)  # fmt: skip
+def test_what_is_no_array_of_objects_is_told(tmp_path: Path, text: str) -> None:
+    with pytest.raises(DataError, match=r"x\.json.*(not one JSON array|not JSON|a row is a JSON)"):
+        rows_of(put(tmp_path / "x.json", text))
+
+
+def test_an_array_is_not_held_in_memory(tmp_path: Path) -> None:
+    with open(tmp_path / "x.json", "w") as file:
+        file.write("[")
+        for number in range(60_000):
+            file.write(f'{"," * bool(number)}{{"prompt": "{number} {"x" * 1000}"}}')
+        file.write("]")
+    code = f"""
+from trinity_dask.buffer.data.readers import RowReader
+def peak():
+    return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmHWM"))
+before = peak()
+reader = RowReader({str(tmp_path / "x.json")!r})
+assert len(reader) == 60_000 and reader[59_999]["prompt"].startswith("59999 x")
+print((peak() - before) // 1024)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 60  # of 61 MB, in blocks of 16
+
+
+# -- databases, further ----------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("query", "count"),
+    [
+        ('-- all of them\nSELECT * FROM "my tasks"', 5),
+        ('/* those\n with */ -- a level\n  select * from "my tasks" where level > 1', 3),
+        ("(SELECT 1 AS a) -- one", None),
+        ("my tasks", 5),
+        (" my tasks ", 5),
+        ("[my tasks]", 5),
+        ("WITH t AS (SELECT 1 AS a) SELECT a FROM t", 1),
+        ("values", 1),  # a table of this name
+        ('say "hi"', 1),
+        ("their tasks", None),
+    ],
+)
+def test_a_query_or_a_table_by_its_name(database: str, query: str, count: int | None) -> None:
+    with sqlite3.connect(database.removeprefix("sqlite:///")) as connection:
+        for name in ('"values"', '"say ""hi"""'):
+            connection.execute(f"CREATE TABLE {name} (a)")
+            connection.execute(f"INSERT INTO {name} VALUES (1)")
+    if count is None:
+        with pytest.raises(DataError, match="cannot be read"):
+            RowReader(database, query=query)
+    else:
+        assert len(RowReader(database, query=query)) == count
+
+
+def test_a_duckdb_file_is_read_by_its_url(tmp_path: Path) -> None:
+    duckdb = pytest.importorskip("duckdb")
+    url = f"duckdb:///{tmp_path}/t.duckdb"
+    put(tmp_path / "rows.jsonl")
+    with duckdb.connect(f"{tmp_path}/t.duckdb") as connection:
+        connection.execute(f"CREATE TABLE \"my tasks\" AS FROM '{tmp_path}/rows.jsonl'")
+    assert rows_of(url) == ROWS
+    assert rows_of(url, query="my tasks") == ROWS
+    assert rows_of(url, query='-- two\nFROM "my tasks" LIMIT 2') == ROWS[:2]
+    with pytest.raises(DataError, match="absent"):
+        RowReader(url, query="SELECT * FROM absent")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from timing_support import thread_seconds
 
 from trinity_dask.buffer.data.readers import RowReader
 from trinity_dask.buffer.data.selectors import DifficultySelector, make_selector
@@ -273,3 +274,69 @@ def test_easy_to_hard_sorts_by_features_then_index() -> None:
     features = np.array([[0.5, 1.0], [0.9, 0.0], [0.5, 1.0], [0.5, 2.0]])
     selector = EasyToHardSelector(4, features=features)
     assert selector.get_indices(6) == [1, 3, 2, 0, 1, 3]
+
+
+def test_what_was_learned_of_other_rows_is_forgotten(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As many rows as before, in another order: no belief, and no feedback about the old ones."""
+
+    def tasksets(rows: list[int], **kw: Any) -> TasksetScheduler:
+        for name in "ab":
+            lines = [json.dumps({"prompt": f"{name}{r}", "f0": 0.1, "f1": 0.9}) for r in rows]
+            (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+        paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+        return mix(paths, "difficulty_based", feedback_lag=2, total_steps=9, **kw)
+
+    def seen(row: int) -> dict[str, Any]:
+        return {"selector_metric": {n: {"indices": [row], "values": [1.0]} for n in (0, 1)}}
+
+    before = tasksets([1, 2, 3, 4, 5])
+    for step in (1, 2, 3):
+        before.read()
+        before.feedback(seen(4), step)
+    state = json.loads(json.dumps(before.state_dict()))
+    assert state["pending"]
+    same = tasksets([1, 2, 3, 4, 5])
+    same.load_state_dict(state)
+    assert same.tasksets[0]._selector.cap is not None
+    after = tasksets([5, 4, 3, 2, 1])
+    after.load_state_dict(state)
+    assert "is not what it was" in caplog.text
+    for step in (2, 3):  # told again, as after every resume
+        after.feedback(seen(4), step)
+    again = tasksets([5, 4, 3, 2, 1])
+    again.load_state_dict(json.loads(json.dumps(after.state_dict())))
+    for scheduler in (after, again):
+        scheduler.feedback(seen(4), 3)
+        for _ in range(3):
+            scheduler.read()
+        for taskset in scheduler.tasksets:
+            assert (taskset._selector.alpha == 1).all()
+        scheduler.feedback(seen(2), 4)  # about the new rows
+        scheduler.read()
+        assert scheduler.tasksets[0]._selector.alpha[2] > 1
+
+
+def test_fewer_rows_than_an_old_batch_had_are_no_error(tmp_path: Path) -> None:
+    before = mix([file_of(tmp_path / "x.jsonl", 6)], "difficulty_based", feedback_lag=2)
+    before.read()
+    state = before.state_dict()
+    after = mix([file_of(tmp_path / "x.jsonl", 3)], "difficulty_based", feedback_lag=2)
+    after.load_state_dict(state)
+    after.feedback({"selector_metric": {"0": {"indices": [5], "values": [1.0]}}}, 1)
+    with pytest.raises(ValueError, match="row 5 of taskset 0, which has 3 rows"):
+        after.feedback({"selector_metric": {"0": {"indices": [5], "values": [1.0]}}}, 2)
+
+
+def test_a_million_rows_are_sorted_quickly(tmp_path: Path) -> None:
+    with open(tmp_path / "x.jsonl", "w") as file:
+        for start in range(0, 300_000, 1000):
+            file.write(
+                "".join(f'{{"n": {i}, "r": {i % 97 / 97}}}\n' for i in range(start, start + 1000))
+            )
+    reader = RowReader(str(tmp_path / "x.jsonl"))
+    cfg = SelectorConfig("offline_easy2hard", feature_keys=["r"])
+    assert thread_seconds(lambda: make_selector(cfg, reader), 0.3) < 0.3
+    selector = make_selector(cfg, reader)
+    assert [reader[i]["n"] for i in selector.get_indices(2)] == [299_923, 299_826]

@@ -8,6 +8,7 @@ from models_support import save_model
 from trinity_dask.models.checks import (
     check_model_dir,
     check_vllm_cpu_head_size,
+    has_chat_template,
     head_size,
 )
 
@@ -69,3 +70,55 @@ def test_broken_config_is_named(directory):
     (directory / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"cannot read .*config\.json"):
         check_vllm_cpu_head_size(str(directory))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "there"),
+    [
+        ("chat_template.jinja", "x", True),
+        ("chat_template.json", "{}", True),
+        ("tokenizer_config.json", '{"chat_template": "x"}', True),
+        (
+            "tokenizer_config.json",
+            '{"chat_template": [{"name": "default", "template": "x"}]}',
+            True,
+        ),
+        ("tokenizer_config.json", '{"auto_map": {"AutoTokenizer": ["a", null]}}', True),
+        ("tokenizer_config.json", '{"chat_template": null}', False),
+        ("tokenizer_config.json", "{", False),
+        ("tokenizer.json", "{}", False),
+    ],
+)
+def test_a_chat_template_is_found_by_its_files(tmp_path, name, content, there):
+    (tmp_path / name).write_text(content)
+    assert has_chat_template(str(tmp_path)) is there
+
+
+def test_a_run_that_asks_chats_of_a_tokenizer_without_template_is_refused(tmp_path):
+    from trinity_dask.config.compose import resolve_config
+    from trinity_dask.config.errors import ConfigError
+    from trinity_dask.config.schema import (
+        BufferConfig,
+        Config,
+        ExplorerInputConfig,
+        FormatConfig,
+        ModelConfig,
+        TasksetConfig,
+    )
+    from trinity_dask.run.names import check_names
+
+    (tmp_path / "tokenizer.json").write_text("{}")
+
+    def config(workflow="simple_workflow", **fmt):
+        taskset = TasksetConfig(
+            path="a.jsonl", workflow=workflow, reward_fn="math_reward", format=FormatConfig(**fmt)
+        )
+        buffer = BufferConfig(explorer_input=ExplorerInputConfig(taskset=taskset))
+        return resolve_config(Config(model=ModelConfig(str(tmp_path)), buffer=buffer))
+
+    for bad in (config(), config("math_workflow", prompt_type="messages")):
+        with pytest.raises(ConfigError, match=r"explorer_input\.taskset: .* has no chat template"):
+            check_names(bad)
+    check_names(config(apply_chat_template=False))
+    (tmp_path / "chat_template.jinja").write_text("x")
+    check_names(config())

@@ -22,7 +22,7 @@ class FormatConfig:
     prompt_type: str = setting("plaintext", choices=("plaintext", "messages"))
     prompt_key: str = "prompt"  # column of the prompt
     response_key: str = "response"  # column of the answer, or of the truth it is compared with
-    messages_key: str = "messages"  # dpo: the turns before the answers
+    messages_key: str = "messages"  # dpo: the turns before the answers, if these have none
     tools_key: str = "tools"  # column of tool schemas: a list, or its JSON text
     chosen_key: str = "chosen"  # dpo only
     rejected_key: str = "rejected"  # dpo only

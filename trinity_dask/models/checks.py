@@ -11,6 +11,10 @@ from typing import Any
 
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+# tekken.json is the vocabulary of a tokenizer whose template is code
+TEMPLATE_FILES = (
+    "chat_template.jinja", "chat_template.json", "additional_chat_templates", "tekken.json"
+)  # fmt: skip
 # head sizes of vLLM's attention kernels for CPUs; others are accepted when the engine starts
 # and kill it at the first request
 VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -44,6 +48,19 @@ def check_model_dir(path: str) -> None:
             f"model directory {path!r} lacks {', '.join(missing)}; save the model and its "
             "tokenizer there with save_pretrained"
         )
+
+
+def has_chat_template(path: str) -> bool:
+    """Whether the tokenizer in the model directory ``path`` has one, as far as files tell."""
+    root = Path(path)
+    if any((root / name).exists() for name in TEMPLATE_FILES):
+        return True
+    try:
+        config = json.loads((root / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    # code of the model's own may bring one
+    return bool(config.get("chat_template") or config.get("auto_map"))
 
 
 def check_vllm_cpu_head_size(path: str) -> None:

@@ -6,6 +6,11 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+NO_TEMPLATE = (
+    "the tokenizer has no chat template; take a chat model's, or set "
+    "format.apply_chat_template=false with plain text"
+)
+
 
 @lru_cache(maxsize=8)
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
@@ -32,7 +37,13 @@ def chat_prompt(
 
     Text of the assistant's at the end is a reply that has begun: it follows as it is, and is
     continued.
+
+    Raises:
+        ValueError: the tokenizer has no chat template.
+        jinja2.TemplateError, TypeError, ValueError: the template refuses the messages.
     """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError(NO_TEMPLATE)
     begun = ""
     last = messages[-1]
     if last["role"] == "assistant" and last.keys() == {"role", "content"} and len(messages) > 1:

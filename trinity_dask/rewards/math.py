@@ -89,7 +89,7 @@ def _is_right(answer: Found, truth: Any) -> bool:
         return math_equal(answer.text, marked.text)
     if compare(answer.text, marked.text):
         return True
-    found = candidates(answer.text, is_words(marked.text))
+    found = candidates(answer.text, is_words(marked.text), answer.said)
     return any(math_equal(text, marked.text) for text in found)
 
 

@@ -62,7 +62,23 @@ _WITHIN = re.compile(
     r"(?:in|into|for|per|among|across|within)\s+(?:(?:the|each|all|every|of|his|her|their)\s+)*",
     re.IGNORECASE,
 )
-_CODE = re.compile(r"^\s*(?:lambda|def|class|elif|else|try|while|return)\b[^:\n]{0,80}:")
+# "5 workers 3 days": two counts, and nothing says which of them is meant
+_COUNTED = re.compile(r"\s+[a-z][a-z'-]+\s+")
+_NEW_CLAUSE = re.compile(
+    r"\s*(?:to|into|then|so|total|totals|totalling|totaling|making|leaving|giving|means|yields|he|she|"
+    r"they|it|we|you|there|left|equals?|or|and|than|minus|plus|times|over|by|with|from|via|if|but)\s",
+    re.IGNORECASE,
+)
+_CODE = re.compile(
+    r"^\s*(?:(?:lambda|def|class|elif|else|try|while|return)\b[^:\n]{0,80}:"
+    r"|(?:print|echo)\s+[\d\"']|(?:print(?:f|ln!?)?|puts|console\.log|System\.out\.print(?:ln)?|(?:sys\.)?exit)\s*[(\"'])"
+)
+# the answer is not these, but they say that it comes
+_NO_ANSWER = re.compile(
+    r"(?:(?:very|quite|rather|as|now)\s+)?(?:simple|clear|easy|obvious|straightforward|correct|right|"
+    r"wrong|follows|below|above|here|known|unique|given|found|unclear|complicated)\W*",
+    re.IGNORECASE,
+)
 
 _COMPARED = re.compile(r"\d\s*==\s*\d")
 
@@ -72,8 +88,9 @@ def is_words(text: str) -> bool:
     return isinstance(read(text), Text) or re.fullmatch(r"\(?[A-J]\)?\.?", text) is not None
 
 
-def candidates(text: str, wants_words: bool) -> list[str]:
-    """What the text may mean as a whole, then what its last telling sentence says."""
+def candidates(text: str, wants_words: bool, said: bool = False) -> list[str]:
+    """What the text may mean as a whole, then what its last telling sentence says; of what
+    followed ``answer is`` (``said``) its first one, where that is an answer by itself."""
     text = text[-TAIL:].strip()
     found = [text] if len(text) <= LONGEST else []
     if not wants_words and isinstance(read(text), Region):
@@ -81,6 +98,11 @@ def candidates(text: str, wants_words: bool) -> list[str]:
     sentences = [piece for piece in _SENTENCE_END.split(text) if piece.strip(" *_#>-")]
     stated = [sentence for sentence in sentences if not sentence.rstrip(" *_").endswith("?")]
     sentences = stated or sentences
+    if said and len(sentences) > 1:
+        first = sentences[0].strip(" \t*_.!")
+        words = 0 < len(first.split()) < 5 and not _NO_ANSWER.fullmatch(first)
+        if words if wants_words else _is_mathematics(first):
+            return [*found, first]
     for sentence in reversed(sentences[-SENTENCES:]):
         told = _words(sentence) if wants_words else _mathematics(sentence)
         if told is not None:
@@ -134,8 +156,13 @@ def _mathematics(sentence: str) -> Optional[str]:
         if not _DENIED.search(sentence[max(0, m.start() - 30) : m.start()])
         and _stands_alone(sentence, m.end())
     ]
-    if len(numbers) > 1 and _WITHIN.fullmatch(sentence, numbers[-2].end(), numbers[-1].start()):
-        return sentence  # "15 apples in 3 boxes": nothing says which of them is meant
+    if len(numbers) > 1:
+        between = (numbers[-2].end(), numbers[-1].start())
+        counted = _COUNTED.fullmatch(sentence, *between)
+        if _WITHIN.fullmatch(sentence, *between) or (
+            counted and not _NEW_CLAUSE.fullmatch(counted[0])
+        ):
+            return sentence  # "15 apples in 3 boxes": nothing says which of them is meant
     return _last_group(sentence, numbers) if numbers else None
 
 

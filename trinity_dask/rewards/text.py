@@ -45,7 +45,8 @@ _CODE_BLOCK = re.compile(r"```\w*[ \t]*\n(.{1,400}?)\n[ \t]*```", re.DOTALL)
 _ITEMS = re.compile(r"(?:[ \t]*[-*+•][ \t]+[^\n]+(?:\n|$))+")
 
 _TAKEN_BACK = re.compile(
-    r"\b(?:wait|actually|correction|mistake|that(?:'s| is| was) (?:wrong|incorrect))\b",
+    r"\b(?:wait|actually|correction|mistake|oops|sorry|scratch that|i mean|"
+    r"that(?:'s| is| was) (?:wrong|incorrect))\b|[.!] No, ",
     re.IGNORECASE,
 )
 
@@ -64,10 +65,12 @@ def boxed_answer(response: str) -> Optional[str]:
 
 @dataclass(frozen=True)
 class Found:
-    """An answer. ``exact``: it was marked as one; else it may be a sentence with an answer."""
+    """An answer. ``exact``: it was marked as one; else it may be a sentence with an answer,
+    which ``said`` to be one where it followed "the answer is"."""
 
     text: str
     exact: bool
+    said: bool = False
 
 
 class _Box(NamedTuple):
@@ -127,7 +130,7 @@ def final_answer(response: str, prompt: Any = None, cut_off: bool = False) -> Op
     if said and not _TAKEN_BACK.search(text, said[-1].end()):
         rest = _said_next(text[said[-1].end() :])
         if rest:
-            return None if cut_off and not opening else _found(rest, exact=False)
+            return None if cut_off and not opening else _found(rest, exact=False, said=True)
     return None if cut_off and not opening else _found(text, exact=False)
 
 
@@ -145,9 +148,9 @@ def _said_next(rest: str) -> str:
     return re.sub(r"\*\*(?!\s*[\w(\\])", "", rest.partition("\n")[0])
 
 
-def _found(text: str, exact: bool) -> Optional[Found]:
+def _found(text: str, exact: bool, said: bool = False) -> Optional[Found]:
     text = text.strip()
-    return Found(text, exact) if text else None
+    return Found(text, exact, said) if text else None
 
 
 def _boxes(text: str) -> tuple[list[_Box], bool]:

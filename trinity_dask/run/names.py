@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from trinity_dask.config import modes
@@ -28,6 +29,8 @@ def check_names(config: Config) -> None:
     for stage in [] if problems else split_stages(config):
         prefix = f"stage {stage.stage_name!r}: " if stage.stage_name else ""
         problems += [prefix + line for line in _stage_problems(stage)]
+        if modes.samples(stage.mode) and config.prepare is None:
+            problems += [prefix + line for line in _template_problems(stage)]
     raise_if(list(dict.fromkeys(problems)))
 
 
@@ -101,6 +104,31 @@ def _taskset_problems(key: str, taskset: TasksetConfig, stage: Config) -> Iterat
         if value is None or (is_path and stage.cluster.type != "local"):
             continue
         yield from _tried(f"{key}.{name}", lambda v=value, r=registry: r.get(v))
+
+
+def _template_problems(stage: Config) -> Iterator[str]:
+    """Tasksets of the shipped workflows' kind whose prompts no template can write out."""
+    from trinity_dask.models.checks import TOKENIZER_FILES, has_chat_template
+    from trinity_dask.models.tokenizer import NO_TEMPLATE
+    from trinity_dask.workflows import WORKFLOWS
+    from trinity_dask.workflows.simple import SimpleWorkflow
+
+    path = Path(stage.model.model_path)
+    here = any((path / name).is_file() for name in TOKENIZER_FILES)
+    if not here or has_chat_template(str(path)):
+        return
+    source = stage.buffer.explorer_input
+    evals = [
+        (f"buffer.explorer_input.eval_tasksets.{index}", taskset)
+        for index, taskset in enumerate(source.eval_tasksets)
+    ]
+    for key, taskset in [*train_tasksets(stage), *evals]:
+        name, fmt = taskset.workflow or source.default_workflow, taskset.format
+        known = WORKFLOWS.get(name) if name in WORKFLOWS.names() else None
+        plain = fmt.prompt_type == "plaintext" and not fmt.apply_chat_template
+        chats = getattr(known, "sample", None) is SimpleWorkflow.sample
+        if taskset.path and chats and not plain:
+            yield f"{key}: {path}: {NO_TEMPLATE}"
 
 
 def _tried(key: str, load: Callable[..., Any]) -> Iterator[str]:

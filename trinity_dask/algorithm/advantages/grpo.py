@@ -69,10 +69,10 @@ class GRPOAdvantage:
     ``std_cal_level="batch"`` divides by the std over all scored runs instead (arXiv
     2508.08221), ``"none"`` not at all (Dr.GRPO, 2503.20783).
 
-    ``rank_penalty`` p makes r' = r·(1 − p·rank/n) with rank 0 for the least likely answer
-    by mean log-prob, and takes mean, s and numerator from r': a right answer that the policy
-    rarely gives counts more. ``duplicate_experiences`` fills the places of dropped groups
-    with copies of surviving groups, drawn with replacement, reproducibly.
+    ``rank_penalty`` p makes r' = r·(1 − p·rank/n) with rank 0 for the least likely run
+    by the mean log-prob of its tokens, and takes mean, s and numerator from r': a right answer
+    that the policy rarely gives counts more. ``duplicate_experiences`` fills the places of
+    dropped groups with copies of surviving groups, drawn with replacement, reproducibly.
     """
 
     def __init__(
@@ -116,13 +116,15 @@ class GRPOAdvantage:
         rewards = Rewards.of(rows)
         if not self.rank_penalty:
             return rewards
-        scored = [row for row in rows if is_scored(row)]
-        order = np.argsort([_mean_logprob(row) for row in scored], kind="stable")
-        rank = np.empty(len(scored), dtype=np.int64)
-        rank[order] = np.arange(len(scored))
+        logprobs: dict[str, list[np.ndarray]] = {}
+        for row in rows:
+            if is_scored(row):
+                logprobs.setdefault(row.eid.rid, []).append(_logprobs(row))
+        means = {run: float(np.concatenate(found).mean()) for run, found in logprobs.items()}
+        rank = {run: place for place, run in enumerate(sorted(means, key=means.__getitem__))}
         penalised = [
-            r * (1.0 - self.rank_penalty * int(k) / len(scored))
-            for r, k in zip(rewards.values, rank, strict=True)
+            reward * (1.0 - self.rank_penalty * rank[str(run)] / len(rank))
+            for reward, run in zip(rewards.values, rewards.runs, strict=True)
         ]
         return Rewards(penalised, rewards.runs)
 
@@ -216,8 +218,8 @@ class StepWiseGRPOAdvantage:
                 write(row, score / len(rows) if self.step_norm else score)
 
 
-def _mean_logprob(row: Any) -> float:
-    """Of the tokens that the policy chose.
+def _logprobs(row: Any) -> np.ndarray:
+    """Of the tokens that the policy chose, float64.
 
     Raises:
         ValueError: the row carries no log-probs.
@@ -227,4 +229,4 @@ def _mean_logprob(row: Any) -> float:
             f"experience {row.eid}: rank_penalty orders answers by their log-probs, and this one "
             "has none; let the engine return log-probs, or set rank_penalty to null"
         )
-    return float(np.asarray(row.logprobs, dtype=np.float64)[row.action_mask].mean())
+    return np.asarray(row.logprobs, dtype=np.float64)[row.action_mask]

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import jinja2
 import numpy as np
 
 from trinity_dask.buffer.data.prompts import (
+    SYSTEM_ROLES,
+    TEMPLATE_ERRORS,
     Ids,
     Messages,
     Prompt,
+    as_list,
     is_silent,
     parse_messages,
     prompt_of,
@@ -81,7 +83,9 @@ class RowFormatter:
         ids = prompt.encode(self.tokenizer)
         turns = [*prompt.messages, first, *answer[1:]]
         if len(answer) > 1:
-            whole, mask = assistant_mask(self.tokenizer, turns, prompt.tools, prompt.where)
+            whole, mask = assistant_mask(
+                self.tokenizer, turns, prompt.tools, prompt.where, prompt.reply_prefix
+            )
             response, mask = answer_ids(ids, whole, prompt.where), mask[len(ids) :]
             if True not in mask:
                 raise DataError(f"{prompt.where}: no turn of the answer can be learned")
@@ -148,8 +152,9 @@ class SFTFormatter(RowFormatter):
       assistant must speak, is the response, as the chat template renders it. Text that
       the template puts after the last end-of-sequence token is dropped with ``append_eos``.
       With ``enable_concatenated_multi_turn`` every assistant turn is learned: the prompt
-      ends where the assistant first speaks, and other turns are masked. The tools column,
-      where there is one, goes into the template.
+      ends where the assistant first speaks, and other turns are masked; a reply prefix
+      begins each of its turns and is not learned. The tools column, where there is one, goes
+      into the template.
     """
 
     @property
@@ -175,9 +180,11 @@ class SFTFormatter(RowFormatter):
         messages = [*asked.messages, *asked.answer]
         extra: dict[str, Any] = {"messages": messages, "tools": asked.tools}
         if self.fmt.enable_concatenated_multi_turn:
-            if any(m["role"] == "assistant" and is_silent(m) for m in messages):
+            prefix = asked.reply_prefix
+            said = [m for m in messages if m["role"] == "assistant"]
+            if any(is_silent({**m, "content": m["content"].removeprefix(prefix)}) for m in said):
                 raise UnusableRow(f"{where}: a turn of the assistant's is empty")
-            ids, mask = assistant_mask(self.tokenizer, messages, asked.tools, where)
+            ids, mask = assistant_mask(self.tokenizer, messages, asked.tools, where, prefix)
             if True not in mask:
                 raise DataError(
                     f"{where}: no turn of the conversation can be learned; one must be the "
@@ -227,31 +234,37 @@ class DPOFormatter(RowFormatter):
     * ``plaintext``: prompt, chosen and rejected columns of text.
     * ``messages``: the messages column holds the turns before the answer (a list, or its
       JSON text), chosen and rejected the turns of the answer. In an answer of several turns
-      only the assistant's are learned.
+      only the assistant's are learned. Where chosen and rejected are whole conversations,
+      what both begin with is the prompt, and a messages column is not needed.
     """
 
     rows_per_unit = 2
 
     @property
     def columns(self) -> list[str]:
-        chat = self.fmt.prompt_type == "messages"
-        prompt = self.fmt.messages_key if chat else self.fmt.prompt_key
-        return [prompt, self.fmt.chosen_key, self.fmt.rejected_key]
+        answers = [self.fmt.chosen_key, self.fmt.rejected_key]
+        return answers if self.fmt.prompt_type == "messages" else [self.fmt.prompt_key, *answers]
 
     def format_unit(self, row: dict[str, Any], eid: EID, where: str) -> list[Experience]:
         """Raises DataError: an answer is empty, or a conversation is none."""
         # the epoch, which eid.run counts, must not make one group of two pairs
         batch = eid.batch if eid.run == 0 else f"{eid.batch}@{eid.run}"
+        chats: list[Messages] = []
+        if self.fmt.prompt_type == "messages":
+            row, chats = self._told_apart(row, where)
         asked = prompt_of(row, self.fmt, where)
+        if asked.answer and asked.answer not in chats:
+            raise DataError(
+                f"{where}: the conversation in {self.fmt.messages_key!r} ends with a turn of the "
+                "assistant's, which is neither the chosen nor the rejected answer; end it with "
+                "what is asked"
+            )
         pair = []
         for run, kind in enumerate(("chosen_key", "rejected_key")):
             key = getattr(self.fmt, kind)
             texts, mask = dict[str, str](), None
-            if self.fmt.prompt_type == "messages":
-                answer = parse_messages(row.get(key), key, where)
-                if answer[-1]["role"] != "assistant":
-                    raise DataError(f"{where}: the last turn of {key!r} must be the assistant's")
-                prompt, response, mask = self._last_turns(asked, answer)
+            if chats:
+                prompt, response, mask = self._last_turns(asked, chats[run])
             else:
                 text = text_of(row, key, where, f"format.{kind}")
                 texts = {"prompt_text": row[self.fmt.prompt_key], "response_text": text}
@@ -259,6 +272,44 @@ class DPOFormatter(RowFormatter):
             of_run = EID(batch, eid.task, run, eid.step, eid.suffix)
             pair.append(self._experience(prompt, response, of_run, where, mask, **texts))
         return pair
+
+    def _told_apart(self, row: dict[str, Any], where: str) -> tuple[dict[str, Any], list[Messages]]:
+        """The row with what is asked in its messages column, and the turns of both answers."""
+        column = self.fmt.messages_key
+        given = row.get(column)
+        given = parse_messages(given, column, where) if as_list(given, column, where) else []
+        chats = []
+        for key in (self.fmt.chosen_key, self.fmt.rejected_key):
+            turns = parse_messages(row.get(key), key, where)
+            if turns[-1]["role"] != "assistant":
+                raise DataError(f"{where}: the last turn of {key!r} must be the assistant's")
+            chats.append(turns)
+        if chats[0][0]["role"] == chats[1][0]["role"] == "assistant":
+            if not given:
+                raise (UnusableRow if column in row else DataError)(
+                    f"{where}: no value in column {column!r}, and {self.fmt.chosen_key!r} and "
+                    f"{self.fmt.rejected_key!r} begin with the answer; name the column of what is "
+                    "asked in format.messages_key"
+                )
+            return row, chats
+        common = 0
+        while common < min(map(len, chats)) and chats[0][common] == chats[1][common]:
+            common += 1
+        while common > 0 and not all(
+            chat[common:] and chat[common]["role"] == "assistant" for chat in chats
+        ):
+            common -= 1
+        asked, own = chats[0][:common], [m for m in given if m["role"] not in SYSTEM_ROLES]
+        spoken = [m for m in asked if m["role"] not in SYSTEM_ROLES]
+        if not spoken or spoken[: len(own)] != own:
+            raise DataError(
+                f"{where}: {self.fmt.chosen_key!r} and {self.fmt.rejected_key!r} are conversations "
+                f"that do not begin with the same turns{f' as {column!r}' if own else ''}, so what "
+                "is asked cannot be told from the answers"
+            )
+        if asked[0]["role"] not in SYSTEM_ROLES:
+            asked = [*(m for m in given[:1] if m["role"] in SYSTEM_ROLES), *asked]
+        return {**row, column: asked}, [chat[common:] for chat in chats]
 
 
 # -- conversations as token ids ---------------------------------------------------------
@@ -281,8 +332,8 @@ def render(
                 add_generation_prompt=generation_prompt,
             )
         )
-    except (jinja2.TemplateError, TypeError, ValueError) as error:
-        raise template_error(where, error) from error
+    except TEMPLATE_ERRORS as error:
+        raise template_error(where, tokenizer, error) from error
 
 
 def answer_ids(prompt: Ids, whole: Ids, where: str) -> Ids:
@@ -305,6 +356,7 @@ def assistant_mask(
     messages: Messages,
     tools: list[dict[str, Any]] | None = None,
     where: str = "conversation",
+    reply_prefix: str = "",
 ) -> tuple[Ids, list[bool]]:
     """Ids of a whole conversation, and true where the assistant speaks.
 
@@ -312,7 +364,8 @@ def assistant_mask(
     assistant turn is what its conversation has beyond the turns before it and the
     generation prompt; a template that knows ``<think>`` drops the thoughts of earlier
     turns, so there only turns after the last user's are marked. What follows an
-    end-of-sequence token inside a turn is not marked: it is never sampled.
+    end-of-sequence token inside a turn is not marked: it is never sampled. Nor is the
+    ``reply_prefix``, which begins each of these turns, written in the row or not.
 
     Raises:
         DataError: there is no message, or earlier turns are rendered differently later.
@@ -322,25 +375,81 @@ def assistant_mask(
     try:
         template = tokenizer.get_chat_template(tools=tools)
     except ValueError as error:
-        raise template_error(where, error) from error
-    if "{% generation %}" in template or "{%- generation" in template:
-        found = tokenizer.apply_chat_template(
-            messages,
-            tools=tools,
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-        )
-        return list(found["input_ids"]), [bool(bit) for bit in found["assistant_masks"]]
-    ids = render(tokenizer, messages, tools, where=where)
-    mask = [False] * len(ids)
+        raise template_error(where, tokenizer, error) from error
     first = 0
     if "<think>" in template:
         users = [i for i, message in enumerate(messages) if message["role"] == "user"]
         first = users[-1] + 1 if users else 0
+    if reply_prefix:
+        return _mask_behind_prefix(tokenizer, messages, tools, where, (first, reply_prefix))
+    if "{% generation %}" in template or "{%- generation" in template:
+        try:
+            found = tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                tokenize=True,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+            )
+        except TEMPLATE_ERRORS as error:
+            raise template_error(where, tokenizer, error) from error
+        return list(found["input_ids"]), [bool(bit) for bit in found["assistant_masks"]]
+    ids = render(tokenizer, messages, tools, where=where)
+    mask = [False] * len(ids)
     for turn in range(first, len(messages)):
         if messages[turn]["role"] == "assistant":
             _mark_turn(tokenizer, messages[: turn + 1], tools, ids, mask, where)
+    return ids, mask
+
+
+def _mask_behind_prefix(
+    tokenizer: Any,
+    messages: Messages,
+    tools: list[dict[str, Any]] | None,
+    where: str,
+    learned: tuple[int, str],
+) -> tuple[Ids, list[bool]]:
+    """The same from turn ``learned[0]`` on, where each reply is asked for with a prefix.
+
+    What is asked and what is replied are tokenised apart, as they are when it is sampled.
+    """
+    first, prefix = learned
+    turns = list(messages)
+    for number in range(first, len(turns)):
+        turn = turns[number]
+        if turn["role"] == "assistant" and not turn["content"].startswith(prefix):
+            turns[number] = {**turn, "content": prefix + turn["content"]}
+
+    def text_of_first(count: int) -> str:
+        try:
+            return tokenizer.apply_chat_template(turns[:count], tools=tools, tokenize=False)
+        except TEMPLATE_ERRORS as error:
+            raise template_error(where, tokenizer, error) from error
+
+    whole, done = text_of_first(len(turns)), 0
+    ids, mask = Ids(), list[bool]()
+
+    def add(stop: int, learn: bool) -> None:
+        nonlocal done
+        piece = list(tokenizer.encode(whole[done:stop], add_special_tokens=False))
+        kept = len(without_tail(piece, tokenizer.eos_token_id)) if learn else 0
+        ids.extend(piece)
+        mask.extend([True] * kept + [False] * (len(piece) - kept))
+        done = stop
+
+    for number in range(first, len(turns)):
+        if turns[number]["role"] == "assistant":
+            asked = Prompt(where, turns[:number], tools, reply_prefix=prefix).render(tokenizer)
+            after = text_of_first(number + 1)
+            if not after.startswith(asked) or not whole.startswith(after):
+                raise DataError(
+                    f"{where}: the chat template renders turn {number + 1} differently when it is "
+                    "asked for with format.reply_prefix, or when further turns follow, so not "
+                    "every turn can be learned; set format.enable_concatenated_multi_turn=false"
+                )
+            add(len(asked), learn=False)
+            add(len(after), learn=True)
+    add(len(whole), learn=False)
     return ids, mask
 
 

@@ -4,7 +4,8 @@ Invariant: a row comes back as it is in the file. JSON lines are parsed one by o
 key that only some rows have is absent in the others instead of null, and no string turns
 into a date; csv cells stay text, so ``013479`` keeps its zero. What is opened costs memory
 in proportion to the number of rows at most, 16 bytes each; what must be decompressed,
-converted or fetched to be read by index goes to an unnamed file on the disk, once.
+converted or fetched to be read by index goes to an unnamed file on the disk, once. A JSON
+array is indexed like lines.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from trinity_dask.buffer.errors import DataError
 
 Row = dict[str, Any]
 BLOCK = 16 << 20  # bytes that are read at once from text
+PIECE = 1 << 20  # of it that are looked at together for JSON's brackets
 CSV_BLOCKS = (1 << 20, 1 << 24, 1 << 28, (1 << 31) - 1)  # a row lies in two of them at most
 WIDE_BOMS = {  # the longer ones first: UTF-32-LE begins as UTF-16-LE does
     codecs.BOM_UTF32_LE: "utf-32",
@@ -161,60 +163,166 @@ def _copy(source: Source) -> Any:
 
 # -- json -----------------------------------------------------------------------------------
 def _open_json(source: Source) -> Part:
-    """Lines, or an array in a file named ``.json``, which is parsed whole."""
+    """Lines, or an array in a file named ``.json``."""
+    with source.fs.open(source.path, "rb") as file:
+        plain = source.is_local and not source.compression
+        plain = plain and not file.read(4).startswith(tuple(WIDE_BOMS))
+    path = source.path if plain else None
     if source.format == "json":
         with _stream(source) as stream:
             start = stream.read(4096)
         wide = next((code for bom, code in WIDE_BOMS.items() if start.startswith(bom)), None)
         text = start.decode(wide or "utf-8-sig", errors="ignore")
         if text.lstrip().startswith("["):
-            return ArrayPart(source)
-    with source.fs.open(source.path, "rb") as file:
-        plain = source.is_local and not source.compression
-        plain = plain and not file.read(4).startswith(tuple(WIDE_BOMS))
-    return LinesPart(source.name, _blocks(source), source.path if plain else None)
+            return ArrayPart(source.name, _blocks(source), path)
+    return LinesPart(source.name, _blocks(source), path)
 
 
-class ArrayPart:
-    """One JSON array of objects."""
-
-    def __init__(self, source: Source) -> None:
-        data = b"".join(_blocks(source))
-        self.digest = xxhash.xxh3_128_hexdigest(data)
-        self._rows = json.loads(data.decode("utf-8-sig"))
-        for index, value in enumerate(self._rows):
-            _check_row(value, f"{source.name}, row {index}")
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def row(self, index: int) -> Row:
-        return dict(self._rows[index])
-
-    def head(self, count: int) -> Sequence[int]:
-        return spread(len(self), count)
-
-    def column(self, name: str) -> list[Any]:
-        return [row.get(name) for row in self._rows]
-
-
-class LinesPart:
-    """JSON lines: where each begins and ends, found in one pass over the bytes.
+class _IndexedText:
+    """Rows of JSON between places in a file, parsed when they are asked for.
 
     ``path`` is that of a local file which holds just these bytes; without, they are kept in
     a file on the disk.
     """
 
+    _unit = "row"  # what the places are called
+
     def __init__(self, name: str, blocks: Iterator[bytes], path: str | None = None) -> None:
-        self._name = name
+        self._name, self._blocks, self._keeps = name, blocks, path is None
         self._file: Any = open(path, "rb") if path else _spool()  # noqa: SIM115
-        digest = xxhash.xxh3_128()
+        self._digest = xxhash.xxh3_128()
+        self._starts = self._stops = np.empty(0, np.int64)
+        self._numbers: np.ndarray | None = None  # of the rows that are left; None: of all
+        self._index()
+        self._file.flush()
+        self.digest = self._digest.hexdigest()
+
+    def _index(self) -> None:
+        """Set starts and stops from what ``_read`` gives."""
+
+    def _read(self) -> Iterator[bytes]:
+        for block in self._blocks:
+            self._digest.update(block)
+            if self._keeps:
+                self._file.write(block)
+            yield block
+
+    def __len__(self) -> int:
+        return len(self._stops)
+
+    def _between(self, start: int, stop: int) -> bytes:
+        # the file's own position is not used, so threads may read at once
+        return os.pread(self._file.fileno(), int(stop - start), int(start))
+
+    def _text(self, index: int) -> bytes:
+        line = self._between(self._starts[index], self._stops[index])
+        return line.removeprefix(codecs.BOM_UTF8)  # also within files that were joined
+
+    def row(self, index: int) -> Row:
+        number = index if self._numbers is None else int(self._numbers[index])
+        where = f"{self._name}, {self._unit} {number + (self._unit == 'line')}"
+        try:
+            value = json.loads(self._text(index).decode())
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{where}: not JSON ({error})") from error
+        if not isinstance(value, dict):
+            raise DataError(f"{where}: a row is a JSON object (got {type(value).__name__})")
+        return value
+
+    def head(self, count: int) -> Sequence[int]:
+        return spread(len(self), count)
+
+    def column(self, name: str) -> list[Any]:
+        return [self.row(index).get(name) for index in range(len(self))]
+
+
+class ArrayPart(_IndexedText):
+    """One JSON array: where each of its items begins and ends, found in one pass.
+
+    What lies outside of text in quotes says how deep a place is; an item is what lies between
+    two places of depth 1. Raises ValueError: it is no array from its start to its end.
+    """
+
+    def _index(self) -> None:
+        depth, quoted, offset, rest = 0, False, 0, b""
+        places: list[list[np.ndarray]] = [[], [], []]  # starts, stops, commas between
+        for block in self._read():
+            for piece in (block[at : at + PIECE] for at in range(0, len(block), PIECE)):
+                text = rest + piece
+                body = text.rstrip(b"\\")  # what a backslash at the end is before is not known
+                rest = text[len(body) :]
+                at, kinds, depths, outside = _nesting(body, depth, quoted)
+                depth = int(depths[-1]) if len(depths) else depth
+                quoted ^= bool(np.count_nonzero(kinds == QUOTE) % 2)
+                opens, closes = outside & (kinds == OPEN), outside & (kinds == CLOSE)
+                places[0].append(at[opens & (depths == 2)] + offset)
+                places[1].append(at[closes & (depths == 1)] + offset + 1)
+                places[2].append(at[outside & (kinds == COMMA) & (depths == 1)] + offset)
+                offset += len(body)
+        self._size = offset + len(rest)
+        self._starts, self._stops, commas = (np.concatenate(each) for each in places)
+        whole = depth == 0 and not quoted and len(self._starts) == len(self._stops)
+        gaps = max(len(self._starts) - 1, 0)
+        whole &= len(commas) == gaps and not np.any(commas < self._stops[:gaps])
+        if whole and not len(self._starts):
+            whole = self._between(0, self._size).removeprefix(codecs.BOM_UTF8).split() in EMPTY
+        if not whole:
+            raise ValueError(
+                "not one JSON array of objects (its brackets, quotes or commas do not fit "
+                "together); write it anew, or as JSON lines with the suffix .jsonl"
+            )
+
+    def _text(self, index: int) -> bytes:
+        """The item, after a look at what is in front of it, and behind the last one."""
+        last = len(self) - 1
+        before = self._between(self._stops[index - 1] if index else 0, self._starts[index])
+        lead = before.removeprefix(codecs.BOM_UTF8).strip()
+        tail = self._between(self._stops[last], self._size).strip() if index == last else b"]"
+        if lead != (b"," if index else b"[") or tail != b"]":
+            raise ValueError(f"between the items stands {(lead + tail)[:40]!r}")
+        return super()._text(index)
+
+
+EMPTY = ([b"[]"], [b"[", b"]"])  # an array without items
+QUOTE, OPEN, CLOSE, COMMA, BACKSLASH = range(1, 6)
+_KINDS = np.zeros(256, np.uint8)
+for _signs, _kind in ((b'"', QUOTE), (b"{[", OPEN), (b"}]", CLOSE), (b",", COMMA), (b"\\", 5)):
+    _KINDS[list(_signs)] = _kind
+
+
+def _nesting(
+    text: bytes, depth: int, quoted: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Where JSON's signs are in ``text``: place, kind, depth behind it, whether outside quotes.
+
+    Quotes behind an odd number of backslashes are none. ``depth`` and ``quoted`` are those in
+    front of the text, which ends in no backslash.
+    """
+    kinds = _KINDS[np.frombuffer(text, np.uint8)]
+    at = np.flatnonzero(kinds)
+    kinds = kinds[at]
+    slash = kinds == BACKSLASH
+    if slash.any():
+        goes_on = np.zeros(len(at), bool)  # the sign before is the byte before, a backslash
+        goes_on[1:] = slash[:-1] & (np.diff(at) == 1)
+        numbers = np.arange(len(at))
+        run = numbers - np.maximum.accumulate(np.where(goes_on, 0, numbers))
+        kept = ~slash & ~((kinds == QUOTE) & (run % 2 == 1))
+        at, kinds = at[kept], kinds[kept]
+    outside = (np.cumsum(kinds == QUOTE) + quoted) % 2 == 0
+    moves = (outside & (kinds == OPEN)).astype(np.int64) - (outside & (kinds == CLOSE))
+    return at, kinds, depth + np.cumsum(moves), outside
+
+
+class LinesPart(_IndexedText):
+    """JSON lines: where each begins and ends, found in one pass over the bytes."""
+
+    _unit = "line"
+
+    def _index(self) -> None:
         size, fresh = 0, True  # the next byte begins a line
         ends, doubtful = [np.empty(0, np.int64)], [np.zeros(1, np.int64)]
-        for block in blocks:
-            digest.update(block)
-            if path is None:
-                self._file.write(block)
+        for block in self._read():
             data = np.frombuffer(block, np.uint8)
             found = np.flatnonzero(data == ord("\n"))
             begins = np.concatenate([np.zeros(int(fresh), np.int64), found + 1])
@@ -224,7 +332,6 @@ class LinesPart:
             fresh = block.endswith(b"\n")
             size += len(block)
         self._file.flush()
-        self.digest = digest.hexdigest()
         self._stops = np.concatenate([*ends, [size]])
         self._starts = np.concatenate([[0], self._stops[:-1] + 1])
         self._numbers = self._without_blank(np.concatenate([*doubtful, [size]]))
@@ -233,33 +340,12 @@ class LinesPart:
         """Drop blank lines, which begin at one of ``doubtful``; the numbers of those kept."""
         places = np.unique(np.searchsorted(self._starts, doubtful))
         found = [n for n in places.tolist() if n < len(self._starts)]
-        blank = [n for n in found if not self._line(n).strip()]
+        blank = [n for n in found if not self._text(n).strip()]
         if not blank:
             return None
         numbers = np.delete(np.arange(len(self._stops)), blank)
         self._starts, self._stops = self._starts[numbers], self._stops[numbers]
         return numbers
-
-    def __len__(self) -> int:
-        return len(self._stops)
-
-    def _line(self, index: int) -> bytes:
-        start, stop = int(self._starts[index]), int(self._stops[index])
-        # the file's own position is not used, so threads may read at once
-        line = os.pread(self._file.fileno(), stop - start, start)
-        return line.removeprefix(codecs.BOM_UTF8)  # also within files that were joined
-
-    def row(self, index: int) -> Row:
-        number = 1 + (index if self._numbers is None else int(self._numbers[index]))
-        try:
-            value = json.loads(self._line(index).decode())
-        except ValueError as error:
-            raise DataError(f"{self._name}, line {number}: not JSON ({error})") from error
-        _check_row(value, f"{self._name}, line {number}")
-        return value
-
-    def head(self, count: int) -> Sequence[int]:
-        return spread(len(self), count)
 
     def column(self, name: str) -> list[Any]:
         # numbers, which selectors ask for, are read ten times faster by Arrow
@@ -273,12 +359,7 @@ class LinesPart:
             found = ()
         if len(found) == len(self):
             return found.to_pylist()
-        return [self.row(index).get(name) for index in range(len(self))]
-
-
-def _check_row(value: Any, where: str) -> None:
-    if not isinstance(value, dict):
-        raise DataError(f"{where}: a row is a JSON object (got {type(value).__name__})")
+        return super().column(name)
 
 
 # -- tables ---------------------------------------------------------------------------------
@@ -323,6 +404,8 @@ def _open_csv(source: Source) -> Part:
         try:
             return _read_csv(source, pa.csv.ReadOptions(block_size=block))
         except pa.ArrowInvalid as error:
+            if "Empty CSV" in str(error):
+                return ArrowPart(pa.table({}), xxhash.xxh3_128_hexdigest(b""))
             if "straddling" not in str(error) or block == CSV_BLOCKS[-1]:
                 raise
     raise AssertionError("there is a block size")

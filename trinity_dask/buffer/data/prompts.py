@@ -18,11 +18,16 @@ import jinja2
 
 from trinity_dask.buffer.errors import DataError, UnusableRow
 from trinity_dask.config.schema import FormatConfig
-from trinity_dask.models.tokenizer import chat_prompt
+from trinity_dask.models.tokenizer import NO_TEMPLATE, chat_prompt
 
 Ids = list[int]
 Messages = list[dict[str, Any]]
 SYSTEM_ROLES = ("system", "developer")
+MAX_NESTING = 100  # lists and objects inside each other; templates and pickle recurse
+# what a template raises itself, and what Python does inside of one
+TEMPLATE_ERRORS = (
+    jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError
+)  # fmt: skip
 SAYS = ("content", "tool_calls", "function_call", "reasoning_content", "thought", "thinking")
 
 
@@ -58,8 +63,8 @@ class Prompt:
             return self.text
         try:
             return chat_prompt(tokenizer, self.chat, self.tools)
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
-            raise template_error(self.where, error) from error
+        except TEMPLATE_ERRORS as error:
+            raise template_error(self.where, tokenizer, error) from error
 
     def encode(self, tokenizer: Any) -> Ids:
         """The ids that a model is asked with."""
@@ -124,14 +129,21 @@ def text_of(row: dict[str, Any], column: str, where: str, key: str) -> str:
         )
     hint = "text"
     if isinstance(value, list | dict):
-        hint = "text, or set format.prompt_type=messages and format.messages_key"
+        hint = "text, or set format.prompt_type=messages"
+        if key.startswith(("format.chosen", "format.rejected")):
+            hint += " (conversations that begin with what is asked need no other column)"
+        else:
+            hint += " and format.messages_key"
     raise DataError(
         f"{where}: column {column!r} holds a {type(value).__name__}, not text; make it {hint}"
     )
 
 
-def check_text(value: Any, where: str) -> None:
-    """Raises DataError: a text in ``value`` has half a character, which no tokenizer takes."""
+def check_text(value: Any, where: str, level: int = 0) -> None:
+    """Raises DataError: a text in ``value`` has half a character, which no tokenizer takes, or
+    lists and objects are nested too deep."""
+    if level > MAX_NESTING:
+        raise DataError(f"{where} is nested more than {MAX_NESTING} levels deep")
     if isinstance(value, str):
         try:
             value.encode()
@@ -143,10 +155,10 @@ def check_text(value: Any, where: str) -> None:
     elif isinstance(value, dict):
         for key, item in value.items():
             check_text(key, where)
-            check_text(item, where)
+            check_text(item, where, level + 1)
     elif isinstance(value, list):
         for item in value:
-            check_text(item, where)
+            check_text(item, where, level + 1)
 
 
 def is_blank(value: Any) -> bool:
@@ -187,7 +199,7 @@ def as_list(value: Any, column: str, where: str) -> list[Any]:
     """
     try:
         parsed = json.loads(value) if isinstance(value, str) and value.strip() else value
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: column {column!r} is no JSON ({error})") from error
     if parsed is None or (isinstance(parsed, str | float) and is_blank(parsed)):
         return []
@@ -245,18 +257,21 @@ def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _with_arguments(function: dict[str, Any], where: str) -> dict[str, Any]:
     """The call with its arguments as an object: templates write them as JSON themselves."""
-    arguments = function.get("arguments")
-    if not isinstance(arguments, str):
+    if "parameters" in function:  # another way to write a call
         return function
+    given = function.get("arguments")
     try:
-        parsed = json.loads(arguments) if arguments.strip() else {}
-    except ValueError:
-        parsed = None
+        parsed = json.loads(given) if isinstance(given, str) and given.strip() else given
+    except (ValueError, RecursionError):
+        parsed = given
+    if is_blank(parsed):  # null too: the call has none
+        return {**function, "arguments": {}}
     if not isinstance(parsed, dict):
         raise DataError(
-            f"{where}: arguments of a tool call are no JSON object (got {arguments[:80]!r})"
+            f"{where}: arguments of a tool call are no JSON object (got {str(given)[:80]!r})"
         )
-    return {**function, "arguments": parsed}
+    check_text(parsed, f"{where}: arguments of a tool call")
+    return {**function, "arguments": _without_nulls(parsed)}
 
 
 def _without_nulls(value: Any) -> Any:
@@ -267,10 +282,9 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def template_error(where: str, error: Exception) -> DataError:
-    if isinstance(error, ValueError):  # raised before any template is written out
-        return DataError(
-            f"{where}: the tokenizer has no chat template; take a chat model's, or set "
-            f"format.apply_chat_template=false with plain text ({str(error).splitlines()[0][:80]})"
-        )
-    return DataError(f"{where}: the chat template refuses the conversation ({error})")
+def template_error(where: str, tokenizer: Any, error: Exception) -> DataError:
+    """What a template that is not there, or that refused a conversation, said."""
+    if not getattr(tokenizer, "chat_template", None):
+        return DataError(f"{where}: {NO_TEMPLATE}")
+    said = str(error) or type(error).__name__
+    return DataError(f"{where}: the chat template refuses the conversation ({said})")

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import pyarrow as pa
 import xxhash
 
 from trinity_dask.buffer.data.parts import Part, Row, open_part
@@ -25,7 +26,8 @@ from trinity_dask.config.schema import ExperienceBufferConfig, TasksetConfig
 
 log = logging.getLogger(__name__)
 
-UNREADABLE = (OSError, ValueError, EOFError, lzma.LZMAError)  # ArrowInvalid is a ValueError
+# of pyarrow: ArrowInvalid is a ValueError; a date that Python has not is an OverflowError
+UNREADABLE = (OSError, ValueError, EOFError, lzma.LZMAError, ArithmeticError, pa.ArrowException)
 SAMPLE_ROWS = 512  # that are checked before a run begins; all of a smaller data set
 
 
@@ -93,7 +95,7 @@ class RowReader:
         (file, part), local = self._find(index)
         try:
             return part.row(local)
-        except (OSError, ValueError) as error:
+        except UNREADABLE as error:
             if isinstance(error, DataError):
                 raise
             raise DataError(f"{file}, row {local} cannot be read: {error}") from error
@@ -159,18 +161,26 @@ class RowReader:
 
     def column(self, name: str) -> list[Any]:
         """The values of all rows in a column, null where a row has none."""
-        return [value for _, part in self._parts for value in part.column(name)]
+        values: list[Any] = []
+        for file, part in self._parts:
+            try:
+                values += part.column(name)
+            except UNREADABLE as error:
+                if isinstance(error, DataError):
+                    raise
+                raise DataError(f"{file}, column {name!r} cannot be read: {error}") from error
+        return values
 
 
-def compare_data(reader: RowReader, state: Mapping[str, Any], *, accept: bool) -> None:
-    """Are the rows those in which the position ``state`` was saved?
+def compare_data(reader: RowReader, state: Mapping[str, Any], *, accept: bool) -> bool:
+    """Whether the rows are those in which the position ``state`` was saved.
 
     Raises:
         DataError: they are not, and that is not accepted.
     """
     rows = state.get("rows", len(reader))
     if state.get("fingerprint", reader.fingerprint) == reader.fingerprint and rows == len(reader):
-        return
+        return True
     found = f"{rows} rows then, {len(reader)} now" if rows != len(reader) else f"{rows} other rows"
     message = (
         f"the data of {reader.name!r} is not what it was when its position was saved ({found}); "
@@ -182,3 +192,4 @@ def compare_data(reader: RowReader, state: Mapping[str, Any], *, accept: bool) -
             "to go on at the same row number"
         )
     log.warning(message)
+    return False

@@ -126,9 +126,10 @@ class RowFile:
         Raises:
             DataError: the data is not what it was, and that is not accepted.
         """
-        compare_data(self._reader, state, accept=self._accept_other_data)
+        known = compare_data(self._reader, state, accept=self._accept_other_data)
         self._consumed = int(state["consumed"])
-        self._selector.load_state_dict(state["selector"])
+        selector = state["selector"]
+        self._selector.load_state_dict(selector if known else {"position": selector["position"]})
 
 
 @dataclass(frozen=True)

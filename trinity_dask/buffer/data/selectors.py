@@ -57,6 +57,7 @@ class SequentialSelector:
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after :meth:`state_dict`; of other data there is the position only."""
         self.position = int(state["position"])
 
 
@@ -278,7 +279,14 @@ def read_features(reader: RowReader, keys: Sequence[str]) -> np.ndarray:
     """float64 ``[rows, keys]``. Raises DataError: file, row and column of what is no number."""
     features = np.empty((len(reader), len(keys)))
     for place, key in enumerate(keys):
-        for index, value in enumerate(reader.column(key)):
+        values = reader.column(key)
+        try:
+            features[:, place] = values  # csv cells are text, which is parsed here
+            if np.isfinite(features[:, place]).all():
+                continue
+        except (TypeError, ValueError):
+            pass  # one by one, to name it
+        for index, value in enumerate(values):
             try:
                 number = float(value)  # csv cells are text
             except (TypeError, ValueError):

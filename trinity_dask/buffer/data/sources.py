@@ -58,7 +58,7 @@ class Source:
 
     @property
     def is_local(self) -> bool:
-        return isinstance(self.fs, fsspec.implementations.local.LocalFileSystem)
+        return _is_local(self.fs)
 
 
 def find_sources(
@@ -83,7 +83,7 @@ def find_sources(
         if kind_of(root)[0] and is_file and not glob.has_magic(root):
             return [_source(fs, root)]
         if glob.has_magic(root) and not fs.exists(root):
-            found = [_source(fs, each) for each in sorted(fs.glob(root)) if kind_of(each)[0]]
+            found = [_source(fs, each) for each in _matching(fs, root)]
             if not found:
                 raise DataError(f"no data file matches {path!r}; {_known()}")
             return found
@@ -116,8 +116,8 @@ def _source(fs: Any, path: str) -> Source:
     format_, compression = kind_of(path)
     if format_ is None:  # a file of a saved data set or of a README's choice
         raise DataError(f"{path}: {_known()}")
-    local = isinstance(fs, fsspec.implementations.local.LocalFileSystem)
-    return Source(fs, path, format_, compression, path if local else fs.unstrip_protocol(path))
+    name = path if _is_local(fs) else fs.unstrip_protocol(path)
+    return Source(fs, path, format_, compression, name)
 
 
 def _known() -> str:
@@ -130,9 +130,8 @@ def _of_directory(fs: Any, root: str, split: str, subset: str | None) -> list[st
     for directory in (f"{root}/{split}", root):
         state = f"{directory}/state.json"  # written by datasets.Dataset.save_to_disk
         if fs.isfile(state):
-            names = json.loads(fs.cat_file(state))["_data_files"]
-            return [f"{directory}/{file['filename']}" for file in names]
-    files = sorted(path for path in fs.find(root) if kind_of(path)[0])
+            return [f"{directory}/{name}" for name in _saved_files(state, fs.cat_file(state))]
+    files = sorted(path for path in _below(fs, root) if kind_of(path)[0])
     # hidden files are caches and the like, as on the hub
     files = [f for f in files if not re.search(r"(^|/)[._]", f[len(root) :].lstrip("/"))]
     files = [f for f in files if f.rpartition("/")[2] not in ABOUT_DATA]
@@ -148,6 +147,49 @@ def _of_directory(fs: Any, root: str, split: str, subset: str | None) -> list[st
             f"{split}.jsonl, {split}-*.parquet, a folder {split}/, or a saved data set"
         )
     return chosen
+
+
+def _saved_files(state: str, text: bytes) -> list[str]:
+    """The files that a saved data set's ``state.json`` names. Raises DataError: it is none."""
+    try:
+        return [str(file["filename"]) for file in json.loads(text)["_data_files"]]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(
+            f"{state} is not what datasets.Dataset.save_to_disk writes: no list _data_files of "
+            f"file names ({type(error).__name__}: {error}); save the data set anew, move this "
+            "file elsewhere, or give the data files as path"
+        ) from error
+
+
+def _below(fs: Any, root: str) -> list[str]:
+    """All files below ``root``; a folder that is a link is read like any other."""
+    if not _is_local(fs):
+        return fs.find(root)
+    found: list[str] = []
+    above = {root: frozenset[str]()}
+    for folder, folders, names in os.walk(root, followlinks=True):
+        real, parents = os.path.realpath(folder), above.pop(folder)
+        if real in parents:  # a link to what it lies in
+            folders.clear()
+            continue
+        above |= {os.path.join(folder, each): parents | {real} for each in folders}
+        found += [os.path.join(folder, name) for name in names]
+    return found
+
+
+def _matching(fs: Any, pattern: str) -> list[str]:
+    """The data files that ``pattern`` matches, in order; links are followed."""
+    if _is_local(fs):
+        found = glob.glob(pattern, recursive=True, include_hidden=True)
+        found = [each for each in found if os.path.isfile(each)]
+    else:
+        about = fs.glob(pattern, detail=True)
+        found = [each for each in about if about[each]["type"] == "file"]
+    return sorted(each for each in found if kind_of(each)[0])
+
+
+def _is_local(fs: Any) -> bool:
+    return isinstance(fs, fsspec.implementations.local.LocalFileSystem)
 
 
 def _by_name(root: str, files: list[str], split: str) -> list[str]:
@@ -196,15 +238,12 @@ def _of_readme(
         return None  # it is prose; the names decide
     listed = card.get("configs") if isinstance(card, dict) else None
     several = [c for c in listed if isinstance(c, dict)] if isinstance(listed, list) else []
-    configs = {
-        str(c.get("config_name", "default")): c
-        for c in several
-        if c.get("data_files") or c.get("data_dir")
-    }
-    if not configs:
+    configs = {str(c.get("config_name", "default")): c for c in several}
+    if not any(c.get("data_files") or c.get("data_dir") for c in several):
         return None
-    name = subset or ("default" if "default" in configs else next(iter(configs)))
-    if name not in configs or (not subset and len(configs) > 1 and name != "default"):
+    chosen = [n for n, c in configs.items() if n == "default" or c.get("default") is True]
+    name = subset or (chosen[0] if len(chosen) == 1 else next(iter(configs)))
+    if name not in configs or (not subset and len(configs) > 1 and len(chosen) != 1):
         raise DataError(
             f"{root} has the subsets {', '.join(configs)} (subset_name is {subset}); set "
             "subset_name to one of them"
@@ -212,20 +251,31 @@ def _of_readme(
     given = configs[name].get("data_files")
     folder = str(configs[name].get("data_dir") or "").removeprefix("./").strip("/")
     root = f"{root}/{folder}" if folder else root
+    inside = [file for file in files if file.startswith(f"{root}/")]
     if not given:
-        return _by_name(root, [file for file in files if file.startswith(f"{root}/")], split)
+        return _by_name(root, inside, split)
     entries = given if isinstance(given, list) else [given]
     patterns: list[str] = []
     for entry in entries:
         if isinstance(entry, dict):
             if entry.get("split", "train") == split:
                 paths = entry.get("path", [])
-                patterns += [paths] if isinstance(paths, str) else paths
+                patterns += paths if isinstance(paths, list) else [paths]
         elif split == "train":
             patterns.append(entry)
-    found = [f"{root}/{p}" if f"{root}/{p}" in files else p for p in patterns]
-    chosen = [[p] if p in files else sorted(fs.glob(f"{root}/{p}")) for p in found]
-    return [file for matched in chosen for file in matched]
+    return [file for p in patterns for file in _picked(fs, root, inside, str(p))]
+
+
+def _picked(fs: Any, root: str, files: list[str], pattern: str) -> list[str]:
+    """The data files of a README's pattern: a name, a pattern of names, or folders of them."""
+    path = f"{root}/{pattern.removeprefix('./').rstrip('/')}"
+    if path in files:
+        return [path]
+    found = _matching(fs, path)
+    if found or not pattern.strip("./"):
+        return found
+    folders = glob.glob(path, recursive=True) if _is_local(fs) else fs.glob(path)
+    return [file for file in files if any(file.startswith(f"{folder}/") for folder in folders)]
 
 
 # -- the hub --------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sqlite3
+import warnings
 from collections.abc import Iterator
 from contextlib import closing
 from decimal import Decimal
@@ -21,8 +22,13 @@ from trinity_dask.buffer.data.parts import LinesPart
 from trinity_dask.buffer.errors import DataError
 
 CHUNK_ROWS = 10_000
-QUERY = re.compile(r"\s*(select|with|values|from|table|call|exec)\b", re.IGNORECASE)
-SQLITE = "sqlite:///"
+# behind comments and brackets
+QUERY = re.compile(
+    r"(?:\s|--[^\n]*(?:\n|$)|/\*.*?\*/|\()*(?:select|with|values|from|table|call|exec|execute)\b",
+    re.IGNORECASE | re.DOTALL,
+)
+NAME = re.compile(r"[\w.$]+|[\"`\[].*[\"`\]]")  # of a table, plain or in quotes already
+SQLITE, DUCKDB = "sqlite:///", "duckdb:///"
 
 
 def is_database(path: str) -> bool:
@@ -42,12 +48,12 @@ def read_sql(url: str, query: str | None) -> LinesPart:
     name = f"{url}, {query or 'its table'}"
     try:
         with closing(_connect(url)) as connection:
-            statement = query or _only_table(url, connection)
-            if not QUERY.match(statement):
-                statement = f"SELECT * FROM {statement}"
-            chunks = pd.read_sql(
-                statement, connection, chunksize=CHUNK_ROWS, dtype_backend="pyarrow"
-            )
+            statement = _statement(url, connection, query)
+            with warnings.catch_warnings():  # pandas names the connections that it tests
+                warnings.filterwarnings("ignore", message="pandas only supports SQLAlchemy")
+                chunks = pd.read_sql(
+                    statement, connection, chunksize=CHUNK_ROWS, dtype_backend="pyarrow"
+                )
             return LinesPart(name, _lines(chunks))
     except DataError:
         raise
@@ -87,23 +93,44 @@ def _connect(url: str) -> Any:
         file = Path(url.removeprefix(SQLITE)).expanduser()
         return sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True)
     try:
+        if url.startswith(DUCKDB):
+            import duckdb
+
+            file = Path(url.removeprefix(DUCKDB)).expanduser()
+            return duckdb.connect(str(file), read_only=True)
         import sqlalchemy
     except ImportError as error:
         raise DataError(
-            f"{url} is read through SQLAlchemy, which is not installed; "
-            "pip install 'trinity-dask[sql]' and the database's driver"
+            f"{url} is read through {error.name}, which is not installed; "
+            "pip install 'trinity-dask[sql]' and, but for DuckDB, the database's driver"
         ) from error
     return sqlalchemy.create_engine(url).connect()
 
 
-def _only_table(url: str, connection: Any) -> str:
-    if isinstance(connection, sqlite3.Connection):
-        found = connection.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")
-        tables = [name for (name,) in found]
+def _statement(url: str, connection: Any, query: str | None) -> str:
+    """``query``, or a SELECT of the table that it names; without it the only table.
+
+    Raises:
+        DataError: there is no query, and not one table.
+    """
+    if isinstance(connection, sqlite3.Connection) or url.startswith(DUCKDB):
+        where = "sqlite_master WHERE type IN ('table', 'view')"
+        column = "name"
+        if url.startswith(DUCKDB):
+            where, column = "information_schema.tables", "table_name"
+        cursor = connection.execute(f"SELECT {column} FROM {where}")
+        tables = [name for (name,) in cursor.fetchall()]
     else:
         import sqlalchemy
 
-        tables = sqlalchemy.inspect(connection).get_table_names()
-    if len(tables) != 1:
+        there = sqlalchemy.inspect(connection)
+        tables = [*there.get_table_names(), *there.get_view_names()]
+    if query is None and len(tables) != 1:
         raise DataError(f"{url} has the tables {', '.join(tables) or 'none'}; set query")
-    return f'"{tables[0]}"'
+    name = tables[0] if query is None else query.strip()
+    if name not in tables and (QUERY.match(name) or NAME.fullmatch(name)):
+        return name if QUERY.match(name) else f"SELECT * FROM {name}"
+    if hasattr(connection, "dialect"):  # backticks in some
+        return f"SELECT * FROM {connection.dialect.identifier_preparer.quote_identifier(name)}"
+    doubled = name.replace('"', '""')
+    return f'SELECT * FROM "{doubled}"'

@@ -181,15 +181,20 @@ class Taskset:
             "selector": self._selector.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
         """Continue after :meth:`state_dict`: the next batch is the one after the saved ones.
+
+        Returns whether the data is what it was; of other data only the position is taken, not
+        what a selector had learned of the rows.
 
         Raises:
             DataError: the data is not what it was, and that is not accepted.
         """
-        compare_data(self._reader, state, accept=self._accept_other_data)
+        known = compare_data(self._reader, state, accept=self._accept_other_data)
         self._read = int(state["read"])
-        self._selector.load_state_dict(state.get("selector", {"position": self._read}))
+        selector = state.get("selector", {"position": self._read})
+        self._selector.load_state_dict(selector if known else {"position": selector["position"]})
+        return known
 
 
 class TasksetScheduler:
@@ -241,6 +246,8 @@ class TasksetScheduler:
         self._taken = 0  # tasks given, those of read_extra included
         self._received = Ranges()  # steps whose feedback has come
         self._pending: dict[int, Observed] = {}  # step -> feedback to be learned later
+        # number of a taskset -> last step whose rows were those of other data
+        self._other_until: dict[str, int] = {}
         self._order: tuple[int, np.ndarray] | None = None  # epoch, its list
 
     def __len__(self) -> int:
@@ -297,6 +304,9 @@ class TasksetScheduler:
         observed = metrics.pop(SELECTOR_METRIC, None)
         if observed is None:
             return
+        if step is not None:
+            until = self._other_until
+            observed = {n: o for n, o in observed.items() if step > until.get(str(n), 0)}
         plain = self._checked(observed)
         if step is None:
             self._learn(plain)
@@ -335,6 +345,7 @@ class TasksetScheduler:
             "taken": self._taken,
             "received": self._received.to_list(),
             "pending": [[step, observed] for step, observed in self._pending.items()],
+            "other_until": dict(self._other_until),
             "tasksets": [taskset.state_dict() for taskset in self.tasksets],
         }
 
@@ -355,6 +366,10 @@ class TasksetScheduler:
             )
         self._steps, self._taken = int(state["steps"]), int(state["taken"])
         self._received = Ranges(state["received"])
-        self._pending = {int(step): observed for step, observed in state["pending"]}
-        for taskset, saved in zip(self.tasksets, state["tasksets"], strict=True):
-            taskset.load_state_dict(saved)
+        self._pending = {int(step): dict(observed) for step, observed in state["pending"]}
+        self._other_until = dict(state.get("other_until", {}))
+        for number, saved in enumerate(state["tasksets"]):
+            if not self.tasksets[number].load_state_dict(saved):
+                self._other_until[str(number)] = self._steps
+                for observed in self._pending.values():
+                    observed.pop(str(number), None)

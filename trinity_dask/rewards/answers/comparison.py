@@ -15,7 +15,7 @@ from typing import Any, Optional
 
 from trinity_dask.rewards.answers import expression, grammar
 from trinity_dask.rewards.answers.dates import Clock
-from trinity_dask.rewards.answers.forms import parsed, read, split_top, text_key
+from trinity_dask.rewards.answers.forms import parsed, read, split_top
 from trinity_dask.rewards.answers.grammar import Node
 from trinity_dask.rewards.answers.kinds import (
     Assigned,
@@ -32,6 +32,7 @@ from trinity_dask.rewards.answers.kinds import (
 )
 from trinity_dask.rewards.answers.notation import clean
 from trinity_dask.rewards.answers.units import CURRENCIES, DEGREE, DOZEN, PERCENT, POUND, Unit
+from trinity_dask.rewards.answers.words import text_key
 
 MAX_TEXT = 20_000  # of what is compared as text alone
 MAX_PAIRS = 400
@@ -48,10 +49,16 @@ _FENCED = re.compile(
 )
 _BOUNDS = re.compile(r"_\s*\{[^{}]*\}")
 # 3,4 is rather a list, and 1,234 a thousand
-_DECIMAL_COMMA = re.compile(r"^(-?0|-?\d+(?!,\d$|,\d{3}$)),(\d+)$")
+_DECIMAL_COMMA = re.compile(
+    r"^(-?(?:[$€£]\s*)?(?:0(?=,)|\d+(?!,\d(?!\d)|,\d{3}(?!\d)))),(\d+(?:[^\d,;][^,;]*)?)$"
+)
 _SCALED = re.compile(r"^(-?\$?\d[\d,]*(?:\.\d+)?)(?:(K)|\s*(k|M))\.?$")
 _SCALES = {"k": 1000, "K": 1000, "M": 10**6}
-_AND_PART = re.compile(r"^(-?)(\d+)\s+and\s+(?:(\d+)/(\d+)|\\frac\s*\{(\d+)\}\s*\{(\d+)\})\.?$")
+_AND_PART = re.compile(
+    r"^(-?)(\d+)\s+and\s+(?:(?:an?|one)\s+(half|third|quarter)"
+    r"|(\d+)/(\d+)|\\frac\s*\{(\d+)\}\s*\{(\d+)\})\.?$"
+)
+_PARTS = {"half": 2, "third": 3, "quarter": 4}
 _SET_SIGN = re.compile(r"\\(cup|cap)(?![A-Za-z])")
 _SET_NAME = re.compile(r"^[A-Z](?:_\{?\w{1,9}\}?)?(?:'|\^\s*\{?[cC]\}?)?$")
 _CHOICE = re.compile(
@@ -94,6 +101,8 @@ def compare(answer: str, truth: str) -> Optional[bool]:
     if verdict is not True and isinstance(wanted, Value):
         loose = _loosely(answer, wanted)
         verdict = loose or verdict
+    if verdict is not True and isinstance(found, Value):
+        verdict = _in_parts(truth, found) or verdict
     if verdict is None and any(_FENCED.search(_BOUNDS.sub("", text)) for text in (answer, truth)):
         return False
     return verdict
@@ -133,25 +142,33 @@ def _loosely(answer: str, wanted: Value) -> bool:
     comma = _DECIMAL_COMMA.match(answer)
     if comma is not None:
         value = expression.exact(wanted.nodes[0])
-        decimal = Fraction(f"{comma[1]}.{comma[2]}")
-        return value is not None and value.denominator > 1 and value == decimal
+        whole = value is None or value.denominator == 1
+        return not whole and bool(same(read(f"{comma[1]}.{comma[2]}"), wanted))
     if any(map(expression.variables, wanted.nodes)) or not answer:
         return False
-    bases = () if wanted.unit is None else wanted.unit.bases
-    if (scaled := _SCALED.match(answer)) and {base for base, _ in bases} <= CURRENCIES:
-        times = _SCALES[scaled[2] or scaled[3]]
-        value = read(scaled[1])
-        scale: Node = ("num", Fraction(times))
-        if isinstance(value, Value):
-            many = Value(tuple(("*", node, scale) for node in value.nodes), value.unit)
-            if same(many, wanted):
-                return True
-    if part := _AND_PART.match(answer):
-        top, bottom = int(part[3] or part[5]), int(part[4] or part[6])
-        return top < bottom and bool(same(read(f"{part[1]}({part[2]}+{top}/{bottom})"), wanted))
+    if _in_parts(answer, wanted):
+        return True
     if not answer[-1].isalnum() and answer[-1] != "}":
         return False
     return bool(same(read(answer, loose=True), wanted))
+
+
+def _in_parts(text: str, other: Value) -> bool:
+    """Whether it is equal with ``18k`` in thousands, or ``3 and 1/2`` a mixed number."""
+    if any(map(expression.variables, other.nodes)):
+        return False
+    bases = () if other.unit is None else other.unit.bases
+    if (scaled := _SCALED.match(text)) and {base for base, _ in bases} <= CURRENCIES:
+        value = read(scaled[1])
+        scale: Node = ("num", Fraction(_SCALES[scaled[2] or scaled[3]]))
+        if isinstance(value, Value):
+            many = Value(tuple(("*", node, scale) for node in value.nodes), value.unit)
+            return bool(same(many, other))
+    if (part := _AND_PART.match(text)) is None:
+        return False
+    half, top, bottom = part[3], part[4] or part[6] or "1", part[5] or part[7]
+    below = _PARTS[half] if half else int(bottom)
+    return int(top) < below and bool(same(read(f"{part[1]}({part[2]}+{top}/{below})"), other))
 
 
 def _by_words(answer: str, truth: str) -> Optional[bool]:

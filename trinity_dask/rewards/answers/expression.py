@@ -10,8 +10,9 @@ from __future__ import annotations
 import cmath
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
+from itertools import combinations, permutations
 from typing import Any, Optional
 
 from trinity_dask.rewards.answers.grammar import Node
@@ -288,3 +289,16 @@ def number(node: Node) -> Optional[float]:
         return None
     pair = None if variables(node) else _both(node, node, {}, False)
     return None if pair is None else float(pair[0])
+
+
+def determinant(rows: Sequence[Sequence[Optional[Node]]]) -> Optional[Node]:
+    """That of a square table of up to four rows, by the Leibniz formula; else None."""
+    size = len(rows)
+    if not 0 < size < 5 or any(len(row) != size or None in row for row in rows):
+        return None
+    terms: list[Node] = []
+    for order in permutations(range(size)):
+        term: Node = ("*", *(rows[place][column] for place, column in enumerate(order)))
+        crossings = sum(one > two for one, two in combinations(order, 2))
+        terms.append(("neg", term) if crossings % 2 else term)
+    return ("+", *terms)

@@ -32,6 +32,7 @@ from trinity_dask.rewards.answers.kinds import (
 )
 from trinity_dask.rewards.answers.notation import clean, joined_thousands, spelled_numbers
 from trinity_dask.rewards.answers.units import MONEY, Unit, lookup, parse_unit
+from trinity_dask.rewards.answers.words import text_key
 
 MAX_ITEMS = 60
 MAX_NESTING = 6
@@ -96,8 +97,6 @@ _UNIT_FRACTION = re.compile(
     r"^(.*\d)\s*\\[dt]?frac\s*\{\s*([A-Za-z]+)\s*\}\s*\{\s*([A-Za-z]+)\s*\}$"
 )
 _MEASURES = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*(?:,\s*|\band\s+)?")
-_WORD = re.compile(r"\b[^\W\d_]{3}")
-_LETTERS = re.compile(r"^[^\d+*/^=<>_|]*[^\W\d_]{2}[^\d+*/^=<>_|]*$")
 _ANGLE_OF = re.compile(r"sin|cos|tan|cot|sec|csc")
 _CONNECTIVE = re.compile(r"(?:,\s*)?(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|[,;]")
 
@@ -106,18 +105,6 @@ _CONNECTIVE = re.compile(r"(?:,\s*)?(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|[,;]")
 def read(text: str, loose: bool = False) -> Form:
     """The form of an answer. ``loose`` takes a letter right behind a number for a unit."""
     return _Reader(loose).read(clean(text), 0)
-
-
-def text_key(text: str) -> str:
-    """Equal for equal words: in any case and spacing, without an article or a full stop."""
-    text = re.sub(r"^(?:the|an|a)\s+(?=\w)", "", text.strip(" ,;:?"), flags=re.IGNORECASE)
-    text = " ".join(text.split())
-    if text.casefold() == "does not exist":
-        return "dne"
-    if "\\" not in text and (_WORD.search(text) or _LETTERS.search(text)):
-        return text.strip(" .!").casefold()
-    # symbols keep their case, .5 its point, 5! its mark and 1 2 its space
-    return re.sub(r"(?<!\d)\s+|\s+(?!\d)|\.$", "", text)
 
 
 def split_top(text: str, separator: re.Pattern[str]) -> list[str]:
@@ -200,8 +187,10 @@ class _Reader:
         if found is not None:
             rows = [row for row in re.split(r"\\\\", found[2]) if row.strip()]
             cells = [re.split(r"(?<!\\)&", row) for row in rows]
-            if found[1] in ("vmatrix", "Vmatrix"):
-                return None
+            if found[1] in ("vmatrix", "Vmatrix"):  # a number, not a table of them
+                nodes = [[parsed(cell.strip()) for cell in row] for row in cells]
+                value = expression.determinant(nodes) if found[1] == "vmatrix" else None
+                return None if value is None else Value((value,))
         elif text.startswith("[[") and text.endswith("]]") and _enclosed(text):
             rows = split_top(text[1:-1], _CONNECTIVE)
             cells = [split_top(row[1:-1], _CONNECTIVE) for row in rows]
