@@ -269,3 +269,57 @@ def test_with_a_request_seed_every_request_has_its_own_and_a_run_repeats_them(to
     other = Recorder()
     use(tokenizer, action, engine=other, request_seed=8)
     assert not {s.seed for _, s in other.asked[:4]} & set(seeds[:4])
+
+
+CHAT = [{"role": "user", "content": "1+2="}]
+
+
+def test_a_later_turn_begins_with_the_sampled_ids_and_one_pass_gives_their_logprobs(tmp_path):
+    """What was sampled in several requests is one row whose log-probs are those of one pass."""
+    path = save_model(tmp_path)
+    tokenizer = load_tokenizer(path)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{m.role}}\n{{m.content}}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    engine = EngineActor(engine_spec(path, "torch"))
+
+    async def main():
+        await engine.prepare()
+        await engine.open()
+        wrapper = ModelWrapper(engine, tokenizer, ModelConfig(max_model_len=128))
+        turns, messages = [], []
+        for question in ("1", "2"):
+            messages = [*messages, {"role": "user", "content": question}]
+            (turn,) = await wrapper.chat_async(messages, max_tokens=8)
+            turns.append(turn)
+            messages = [*messages, {"role": "assistant", "content": turn.response_text}]
+        (whole,) = wrapper.dialogue_experiences()
+        scores = await wrapper.logprobs_async(whole.tokens.tolist())
+        wrapper.begin_run("2/0/1")
+        assert wrapper.dialogue_experiences() == []
+        await engine.close()
+        return turns, whole, scores
+
+    (first, second), whole, scores = run(main())
+    assert second.tokens[: len(first.tokens)].tolist() == first.tokens.tolist()
+    assert second.info["parent"] == 0
+    assert "parent" not in first.info
+    assert whole.tokens.tolist() == second.tokens.tolist()
+    sampled = np.concatenate([first.logprobs, second.logprobs])
+    np.testing.assert_array_equal(whole.logprobs[whole.action_mask], sampled)
+    one_pass = scores[whole.prompt_length - 1 :][whole.action_mask]
+    np.testing.assert_allclose(one_pass, sampled, atol=1e-4)
+    assert whole.info["turns"] == 2
+    assert whole.version_span == (0, 0)
+
+
+def test_a_clone_has_a_dialogue_of_its_own(tokenizer):
+    async def action(wrapper):
+        clone = wrapper.clone_with_isolated_history()
+        await wrapper.chat_async(CHAT)
+        await clone.chat_async(CHAT, n=2)
+        return wrapper.dialogue_experiences(), clone.dialogue_experiences()
+
+    mine, its = use(tokenizer, action)
+    assert (len(mine), len(its)) == (1, 2)

@@ -44,14 +44,19 @@ def chat_prompt(
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(NO_TEMPLATE)
-    begun = ""
-    last = messages[-1]
-    if last["role"] == "assistant" and last.keys() == {"role", "content"} and len(messages) > 1:
-        begun, messages = str(last["content"]), messages[:-1]
+    begun, messages = begun_reply(messages)
     text = tokenizer.apply_chat_template(
         messages, tools=tools, tokenize=False, add_generation_prompt=True
     )
     return text + begun
+
+
+def begun_reply(messages: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+    """Text of the assistant's at the end, which is to be continued, and what stands before it."""
+    last = messages[-1]
+    if last["role"] == "assistant" and last.keys() == {"role", "content"} and len(messages) > 1:
+        return str(last["content"]), messages[:-1]
+    return "", messages
 
 
 def decode_all(tokenizer: Any, sequences: Sequence[Sequence[int]]) -> list[str]:

@@ -1,8 +1,10 @@
 """The model as a workflow sees it: text or messages in, experiences out.
 
-Invariant: an experience holds the ids that were sampled, never ids made from text again;
-an answer cut at its length limit says so; and a prompt that is too long is never sampled
-from, it becomes experiences that no loss can see.
+Invariant: an experience holds the ids that were sampled, never ids made from text again, and
+the prompt of a later turn begins with exactly those of the turns before it
+(:class:`~trinity_dask.models.conversation.Conversation`); an answer cut at its length limit
+says so; and a prompt that is too long is never sampled from, it becomes experiences that no
+loss can see.
 """
 
 from __future__ import annotations
@@ -19,13 +21,14 @@ from typing import Any, Optional
 import numpy as np
 
 from trinity_dask.experience import PROMPT_TRUNCATED, RESPONSE_TRUNCATED, Experience
+from trinity_dask.models.conversation import Conversation, NextPrompt, Row
 from trinity_dask.models.protocol import (
     FINISH_LENGTH,
     Completion,
     InferenceEngine,
     SamplingParams,
 )
-from trinity_dask.models.tokenizer import chat_prompt, decode_all, load_tokenizer
+from trinity_dask.models.tokenizer import decode_all, load_tokenizer
 
 __all__ = ["ModelWrapper", "Prompts", "load_tokenizer"]
 
@@ -80,6 +83,7 @@ class ModelWrapper:
         self._run_name, self._requests_of_run = "", itertools.count()
         self._loop = loop or _running_loop()
         self._warned: set[str] = set()
+        self._conversation = Conversation(tokenizer)
 
     @property
     def model_version(self) -> int:
@@ -118,11 +122,15 @@ class ModelWrapper:
         """Sample ``n`` (default 1) assistant turns that follow ``messages``.
 
         The chat template is applied with the generation prompt. A last message of the
-        assistant's is a reply that has begun, and is continued.
+        assistant's is a reply that has begun, and is continued. Where ``messages`` go on from
+        a turn of this run, the prompt begins with that turn's ids as they were sampled;
+        ``info["parent"]`` is then that turn's number among the run's (from 0), else absent.
         """
-        text = self._render(messages, tools)
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
-        return await self._sample(ids, sampling, text, messages=messages, tools=tools)
+        if not messages:
+            raise ValueError("chat needs at least one message (got an empty list)")
+        asked = self._conversation.prompt(messages, tools)
+        extra = {"messages": messages, "tools": tools}
+        return await self._sample(asked.ids, sampling, asked.text, asked, **extra)
 
     async def logprobs_async(
         self, tokens: Sequence[int], temperature: Optional[float] = None
@@ -135,7 +143,12 @@ class ModelWrapper:
         return await self.engine.logprobs([int(token) for token in tokens], float(heat))
 
     async def _sample(
-        self, prompt: list[int], overrides: dict[str, Any], prompt_text: str, **extra: Any
+        self,
+        prompt: list[int],
+        overrides: dict[str, Any],
+        prompt_text: str,
+        asked: Optional[NextPrompt] = None,
+        **extra: Any,
     ) -> list[Experience]:
         params = self._params(overrides, len(prompt))
         limit = self.model_cfg.get("max_prompt_tokens")
@@ -145,6 +158,8 @@ class ModelWrapper:
             self.request_count += 1
             completions = await self.engine.generate(prompt, params, f"r{next(_ids)}")
             experiences = self._experiences(prompt, completions, prompt_text, extra)
+            if asked is not None:
+                self._note(asked, completions, experiences)
         if self.enable_history:
             self.history.extend(experiences)
         return experiences
@@ -172,17 +187,11 @@ class ModelWrapper:
     def begin_run(self, name: str) -> None:
         """What is asked from now on belongs to run ``name`` (batch/task/run)."""
         self._run_name, self._requests_of_run = name, itertools.count()
-
-    def _render(
-        self, messages: list[dict[str, Any]], tools: Optional[list[dict[str, Any]]] = None
-    ) -> str:
-        if not messages:
-            raise ValueError("chat needs at least one message (got an empty list)")
-        return chat_prompt(self.tokenizer, messages, tools)
+        self._conversation = Conversation(self.tokenizer)
 
     def get_message_token_len(self, messages: list[dict[str, Any]]) -> int:
         """Tokens of ``messages`` under the chat template, with the generation prompt."""
-        return len(self.tokenizer.encode(self._render(messages), add_special_tokens=False))
+        return len(self._conversation.prompt(messages).ids)
 
     # experiences ------------------------------------------------------------------------
     def _experiences(
@@ -210,6 +219,47 @@ class ModelWrapper:
             )
             for completion, text in zip(completions, texts, strict=True)
         ]
+
+    def _note(
+        self, asked: NextPrompt, completions: list[Completion], experiences: list[Experience]
+    ) -> None:
+        """The answers are turns of the run's dialogue."""
+        for completion, experience in zip(completions, experiences, strict=True):
+            if asked.parent is not None:
+                experience.info["parent"] = asked.parent.number
+            assert experience.messages is not None
+            self._conversation.add(
+                asked, completion, experience.messages, experience.tools, experience.response_text
+            )
+
+    def dialogue_experiences(self) -> list[Experience]:
+        """What this run has sampled by :meth:`chat_async`, one experience for each path through
+        its dialogue.
+
+        A path's response is all that follows its first prompt; what nobody sampled in it, and
+        what a path before it trains already, is out of its action mask. The log-prob of every
+        sampled token is that of its sampling, and one pass over the path gives the same.
+        """
+        return [self._path(row) for row in self._conversation.rows()]
+
+    def _path(self, row: Row) -> Experience:
+        first, leaf = row.turns[0], row.turns[-1]
+        reason = leaf.completion.finish_reason
+        return Experience(
+            tokens=row.tokens,
+            prompt_length=row.prompt_length,
+            logprobs=row.logprobs,
+            versions=row.versions,
+            action_mask=row.mask,
+            truncate_status=RESPONSE_TRUNCATED if reason == FINISH_LENGTH else None,
+            prompt_text=first.prompt_text,
+            response_text=self.tokenizer.decode(
+                row.tokens[row.prompt_length :].tolist(), skip_special_tokens=True
+            ),
+            messages=[*leaf.messages, leaf.message],
+            tools=leaf.tools,
+            info={"finish_reason": reason, "turns": len(row.turns)},
+        )
 
     def _too_long(
         self, prompt: list[int], limit: int, n: int, prompt_text: str, extra: dict[str, Any]
@@ -255,6 +305,7 @@ class ModelWrapper:
         clone.generate_kwargs = dict(self.generate_kwargs)
         clone.history = []
         clone._state = {}
+        clone._conversation = Conversation(self.tokenizer)
         return clone
 
     def set_workflow_state(self, state: Mapping[str, Any]) -> None:
