@@ -14,7 +14,7 @@ from trinity_dask.demo.sort_digits import (
     sort_rows,
 )
 from trinity_dask.demo.tokenizer import CHARACTERS, ascii_tokenizer
-from trinity_dask.models.checks import check_model_dir, check_vllm_cpu_head_size
+from trinity_dask.models.checks import check_model_dir, check_vllm_cpu
 from trinity_dask.models.wrapper import load_tokenizer
 from trinity_dask.weights.files import read_safetensors
 
@@ -44,7 +44,7 @@ def test_prepare_writes_everything_once(tmp_path):
     root = tmp_path / "demo"
     prepare(CFG, dir=str(root), **SMALL)
     check_model_dir(str(root / "model"))
-    check_vllm_cpu_head_size(str(root / "model"))
+    check_vllm_cpu(str(root / "model"))
     assert len(read_rows(root / "train.jsonl")) == 40
     assert len(read_rows(root / "eval.jsonl")) == 10
     before = {p: p.stat().st_mtime_ns for p in root.rglob("*")}

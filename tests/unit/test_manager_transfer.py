@@ -118,6 +118,15 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
     return play
 
 
+@pytest.mark.parametrize(("interval", "due"), [(0, [1]), (1, [1, 2, 3, 4]), (3, [1, 4])])
+def test_the_first_update_is_probed_whatever_the_interval(
+    tmp_path: Any, interval: int, due: list[int]
+) -> None:
+    cfg = SynchronizerConfig(probe_interval=interval)
+    transfers = Synchronizer(cfg, str(tmp_path)).transfers
+    assert [n for n in range(1, 5) if transfers._probe_is_due()] == due
+
+
 def test_the_trainer_s_call_brings_every_version_over_one_group(run: Any) -> None:
     async def body(sync: Any, rank: Rank, pool: Pool) -> None:
         metrics = await sync.initial_sync(0, 0)

@@ -6,8 +6,10 @@ import pytest
 from models_support import save_model
 
 from trinity_dask.models.checks import (
+    attention_implementation,
+    attention_kinds,
     check_model_dir,
-    check_vllm_cpu_head_size,
+    check_vllm_cpu,
     has_chat_template,
     head_size,
 )
@@ -21,7 +23,7 @@ def directory(tmp_path):
 
 def test_a_complete_directory_passes(directory):
     check_model_dir(str(directory))
-    check_vllm_cpu_head_size(str(directory))
+    check_vllm_cpu(str(directory))
 
 
 @pytest.mark.parametrize(
@@ -50,7 +52,7 @@ def test_head_size_16_is_refused_for_vllm_on_a_cpu(directory):
     config["num_attention_heads"] = 4
     (directory / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"head size 16.*engine_type=torch"):
-        check_vllm_cpu_head_size(str(directory))
+        check_vllm_cpu(str(directory))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +71,7 @@ def test_head_size(config, size):
 def test_broken_config_is_named(directory):
     (directory / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"cannot read .*config\.json"):
-        check_vllm_cpu_head_size(str(directory))
+        check_vllm_cpu(str(directory))
 
 
 @pytest.mark.parametrize(
@@ -122,3 +124,18 @@ def test_a_run_that_asks_chats_of_a_tokenizer_without_template_is_refused(tmp_pa
     check_names(config(apply_chat_template=False))
     (tmp_path / "chat_template.jinja").write_text("x")
     check_names(config())
+
+
+def test_attention_follows_the_architecture():
+    from transformers import Gemma2Config, LlamaConfig, MambaConfig, MistralConfig
+
+    assert attention_implementation(LlamaConfig()) is None
+    assert attention_implementation(LlamaConfig(), "sdpa") == "sdpa"
+    assert attention_implementation(Gemma2Config()) == "eager"
+    assert attention_implementation(Gemma2Config(attn_logit_softcapping=None)) is None
+    with pytest.raises(ValueError, match="soft-capping of gemma2's"):
+        attention_implementation(Gemma2Config(), "sdpa")
+    assert attention_kinds(LlamaConfig()) == {"full_attention"}
+    assert attention_kinds(MistralConfig(sliding_window=8)) == {"sliding_attention"}
+    assert attention_kinds(MistralConfig(sliding_window=None)) == {"full_attention"}
+    assert attention_kinds(MambaConfig()) == {"linear_attention"}

@@ -13,6 +13,7 @@ from trainer_support import batch_of, engine, rows, tiny_model, weights
 from trinity_dask.config.schema import OptimizerConfig
 from trinity_dask.trainer.checkpoints.checkpoint import write_checkpoint
 from trinity_dask.trainer.checkpoints.export import export_policy, read_engine, write_engine
+from trinity_dask.trainer.model.policy_model import load_policy
 
 
 def test_a_resumed_engine_is_bit_equal(tmp_path):
@@ -74,6 +75,21 @@ def test_the_directory_of_the_policy_is_a_model_for_transformers(tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "actor")
     for name, value in weights(trained).items():
         torch.testing.assert_close(again.state_dict()[name], value, atol=0, rtol=0)
+
+
+def test_a_generation_config_is_kept_as_the_model_came_with_it(tmp_path):
+    """Hub models ship a temperature without do_sample, which transformers refuses to save."""
+    source = tmp_path / "source"
+    tiny_model().save_pretrained(source)
+    shipped = '{"temperature": 0.6, "top_p": 0.9, "do_sample": false}\n'
+    (source / "generation_config.json").write_text(shipped)
+    trained = engine(model=load_policy(source))
+    write_engine(trained.trainables, tmp_path, str(source))
+    assert (tmp_path / "actor" / "generation_config.json").read_text() == shipped
+    write_engine(trained.trainables, tmp_path / "again")  # where there is no source to copy from
+    kept = json.loads((tmp_path / "again" / "actor" / "generation_config.json").read_text())
+    assert kept["temperature"] == 0.6
+    read_engine(engine(model=load_policy(tmp_path / "actor")).trainables, tmp_path)
 
 
 def test_actor_and_critic_share_one_checkpoint(tmp_path):

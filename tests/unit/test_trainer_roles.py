@@ -32,13 +32,16 @@ from trinity_dask.algorithm import resolve_algorithm
 from trinity_dask.algorithm.aggregate import Denominator
 from trinity_dask.algorithm.value_loss import value_loss
 from trinity_dask.config.schema import Config, CriticConfig, OptimizerConfig
+from trinity_dask.demo.tokenizer import ascii_tokenizer, bpe_tokenizer
 from trinity_dask.experience.schema import encode, to_table
 from trinity_dask.trainer.metrics import SILENT_STEPS, Alarms
 from trinity_dask.trainer.model.frozen import FrozenModel, load_reference, load_teacher
+from trinity_dask.trainer.model.policy_model import load_policy
 from trinity_dask.trainer.model.value_model import ValueScorer, load_critic, load_value_model
 from trinity_dask.trainer.ranks.rank import TrainerRank
 from trinity_dask.trainer.sources import TrainInput
 from trinity_dask.trainer.step.batching import Widths, micro_batches, take
+from trinity_dask.trainer.step.engine import StepEngine
 from trinity_dask.trainer.step.row_metrics import describe_rows
 from trinity_dask.trainer.step.step_advantages import token_rewards
 
@@ -262,6 +265,43 @@ def test_a_teacher_of_another_vocabulary_is_refused(tmp_path):
     spec = resolve_algorithm({"algorithm_type": "jsd"})
     with pytest.raises(ValueError, match="50 tokens in its vocabulary and the policy 40"):
         load_teacher(cfg, spec, tiny_model(), "cpu")
+
+
+def padded_llama(directory, n_words, tokenizer):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=n_words, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, initializer_range=0.3,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.mark.parametrize(("own", "of_teacher"), [(99, 128), (128, 99)])
+def test_a_teacher_may_pad_its_vocabulary_otherwise(tmp_path, own, of_teacher):
+    tokenizer = ascii_tokenizer()
+    cfg = Config()
+    cfg.model.model_path = padded_llama(tmp_path / "own", own, tokenizer)
+    cfg.model.teacher_model_path = padded_llama(tmp_path / "teacher", of_teacher, tokenizer)
+    spec, policy = resolve_algorithm({"algorithm_type": "jsd"}), load_policy(tmp_path / "own")
+    teacher = load_teacher(cfg, spec, policy, "cpu")
+    made = StepEngine(cfg, spec, policy, teacher=teacher)
+    metrics = made.train_step(batch_of(rows(6)), 1)
+    assert np.isfinite(metrics["actor/final_loss"])
+    assert metrics["actor/grad_norm"] > 0
+
+
+def test_a_teacher_with_other_tokens_of_the_same_number_is_refused(tmp_path):
+    mine, theirs = ascii_tokenizer(), bpe_tokenizer()
+    cfg = Config()
+    cfg.model.model_path = padded_llama(tmp_path / "own", 192, mine)
+    cfg.model.teacher_model_path = padded_llama(tmp_path / "teacher", 192, theirs)
+    with pytest.raises(ValueError, match="other numbers for 3 of the policy's 99 tokens"):
+        load_teacher(
+            cfg, resolve_algorithm({"algorithm_type": "jsd"}), load_policy(tmp_path / "own"), "cpu"
+        )
 
 
 def test_the_penalty_lowers_rewards_and_an_adaptive_coefficient_is_remembered():

@@ -62,6 +62,7 @@ __all__ = [
 
 DTYPES = ("float32", "bfloat16")
 STRATEGIES = ("ddp", "fsdp2")
+ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 # Dask threads of a worker of each group where nthreads is None
 DEFAULT_THREADS = {"control": 8, "rollout": 256, "trainer": 4, "runner": 1}
 SINKS = ("console", "jsonl", "tensorboard", "wandb", "mlflow")
@@ -198,6 +199,9 @@ class ModelConfig:
     # teacher_logprobs already
     teacher_model_path: str = ""
     trust_remote_code: bool = False  # run code that the model's directory brings along
+    # attention of the trainer's models and of the torch engine; None = sdpa, or eager where the
+    # architecture needs it. flash_* and flex need a GPU and their packages
+    attn_implementation: Optional[str] = setting(None, choices=ATTENTIONS)
     # of the engines' weights and of the trainer's forward passes; the trainer's own weights are
     # float32
     dtype: str = setting("float32", choices=DTYPES)
@@ -453,7 +457,8 @@ class SynchronizerConfig:
     in_flight: str = setting("keep", choices=("keep", "wait", "abort"))
     # wait: for how long; then those that are left are aborted
     in_flight_timeout_s: float = setting(60.0, gt=0)
-    probe_interval: int = setting(1, ge=0)  # compare fixed log-probs every k-th sync; 0 = never
+    # compare fixed log-probs at the first and every k-th sync; 0 = at the first only
+    probe_interval: int = setting(1, ge=0)
     # largest difference of a probed log-prob; 0 = none
     probe_tolerance: float = setting(1e-3, ge=0)
 

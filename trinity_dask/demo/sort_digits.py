@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trinity_dask.demo.tokenizer import EOS_TOKEN, PAD_TOKEN, ascii_tokenizer
+from trinity_dask.demo.tokenizer import EOS_TOKEN, PAD_TOKEN, ascii_tokenizer, bpe_tokenizer
 from trinity_dask.files import read_json, replacing, write_json, write_text
 
 if TYPE_CHECKING:
@@ -36,6 +36,12 @@ class SortDigitsSpec:
     n_layers: int = 2
     n_heads: int = 2
     intermediate_size: int = 128
+    # qwen2; qwen3_moe: four experts, two of them for each token; llama_chat: a byte-level BPE with
+    # merges and a chat template
+    kind: str = "qwen2"
+
+
+KINDS = ("qwen2", "qwen3_moe", "llama_chat")
 
 
 def prepare(cfg: Config, *, dir: str, **spec: Any) -> None:
@@ -79,18 +85,42 @@ def sort_rows(spec: SortDigitsSpec) -> tuple[list[dict[str, str]], list[dict[str
 
 
 def write_model(spec: SortDigitsSpec, path: Path) -> None:
-    """A Qwen2 model with random weights (std 0.02, float32) and the ASCII tokenizer."""
+    """A model with random weights (std 0.02, float32) and its tokenizer."""
     import torch
-    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+    from transformers import (
+        AutoModelForCausalLM,
+        GenerationConfig,
+        LlamaConfig,
+        Qwen2Config,
+        Qwen3MoeConfig,
+    )
 
+    from trinity_dask.models.hub_names import HubNames
     from trinity_dask.weights.broadcast import named_weights
     from trinity_dask.weights.files import write_safetensors
 
-    tokenizer = ascii_tokenizer()
+    tokenizer = bpe_tokenizer() if spec.kind == "llama_chat" else ascii_tokenizer()
     eos = tokenizer.convert_tokens_to_ids(EOS_TOKEN)
     pad = tokenizer.convert_tokens_to_ids(PAD_TOKEN)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
+    of_kind: dict[str, tuple[Any, dict[str, Any]]] = {
+        "qwen2": (Qwen2Config, {}),
+        "qwen3_moe": (
+            Qwen3MoeConfig,
+            {
+                "head_dim": spec.hidden_size // spec.n_heads,
+                "moe_intermediate_size": spec.intermediate_size // 2,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+            },
+        ),
+        "llama_chat": (LlamaConfig, {}),
+    }
+    made, more = of_kind[spec.kind]
+    chats = spec.kind == "llama_chat"
+    # a chat model's configuration often knows another end than the turn's, and a padded vocabulary
+    own_end = pad if chats else eos
+    config = made(
+        vocab_size=-(-len(tokenizer) // 64) * 64 if chats else len(tokenizer),
         hidden_size=spec.hidden_size,
         num_hidden_layers=spec.n_layers,
         num_attention_heads=spec.n_heads,
@@ -100,17 +130,19 @@ def write_model(spec: SortDigitsSpec, path: Path) -> None:
         tie_word_embeddings=True,
         initializer_range=0.02,
         dtype="float32",
-        architectures=["Qwen2ForCausalLM"],
         bos_token_id=None,
-        eos_token_id=eos,
+        eos_token_id=own_end,
         pad_token_id=pad,
+        **more,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
-        model = Qwen2ForCausalLM(config)
-    write_safetensors(str(path / "model.safetensors"), named_weights(model))
+        model = AutoModelForCausalLM.from_config(config)
+    config.architectures = [type(model).__name__]
+    named = HubNames(model).to_hub(named_weights(model))
+    write_safetensors(str(path / "model.safetensors"), named)
     config.save_pretrained(path)
-    GenerationConfig(eos_token_id=eos, pad_token_id=pad).save_pretrained(path)
+    GenerationConfig(eos_token_id=own_end, pad_token_id=pad).save_pretrained(path)
     tokenizer.save_pretrained(path)
 
 
@@ -119,6 +151,8 @@ def _spec(values: dict[str, Any]) -> SortDigitsSpec:
     if unknown := sorted(set(values) - known):
         raise ValueError(f"prepare_args {unknown} are unknown; allowed: dir, {sorted(known)}")
     spec = SortDigitsSpec(**values)
+    if spec.kind not in KINDS:
+        raise ValueError(f"prepare_args kind={spec.kind!r} is unknown; allowed: {', '.join(KINDS)}")
     if not 0 < spec.n_train + spec.n_eval <= 10**spec.n_digits:
         raise ValueError(
             f"n_train + n_eval is {spec.n_train + spec.n_eval}, but there are "

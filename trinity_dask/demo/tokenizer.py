@@ -33,6 +33,37 @@ CHAT_TEMPLATE = (
 )
 
 
+# a few words of the demo's prompts and chats, put together from their letters
+WORDS = ("Ġsort", "sort", "user", "assistant", "system", "Ġthe", "Ġdigits", "Ġof")
+
+
+def bpe_tokenizer() -> Any:
+    """A byte-level BPE with merges, over :data:`CHARACTERS`: :data:`WORDS` are one token each, and
+    so are the parts that they are merged from. The end of a turn is no token of the model's
+    configuration, there is no padding token, and ``<think>`` is an added token of plain text."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    alphabet = [spell.pre_tokenize_str(character)[0][0] for character in CHARACTERS]
+    merges: list[tuple[str, str]] = []
+    for word in WORDS:
+        for end in range(1, len(word)):
+            pair = (word[:end], word[end])
+            if pair not in merges:
+                merges.append(pair)
+    made = [left + right for left, right in merges]
+    vocab = {token: i for i, token in enumerate(dict.fromkeys([*alphabet, *made]))}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
+    backend.add_tokens([AddedToken("<think>", normalized=False)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS_TOKEN)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
 def ascii_tokenizer() -> Any:
     """A tokenizer of :data:`CHARACTERS`, then :data:`SPECIAL_TOKENS`; 99 ids, no merges."""
     from tokenizers import pre_tokenizers

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -15,17 +15,42 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 TEMPLATE_FILES = (
     "chat_template.jinja", "chat_template.json", "additional_chat_templates", "tekken.json"
 )  # fmt: skip
+# by model type; seen with vLLM 0.32 on tiny models, see docs/models.md
+VLLM_CPU_REFUSES: dict[str, str] = {}
 # head sizes of vLLM's attention kernels for CPUs; others are accepted when the engine starts
 # and kill it at the first request
 VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
-FULL_ATTENTION = "full_attention"
+FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 
 
 def attention_kinds(config: Any) -> set[str]:
-    """Which kinds of layers a transformers text config names; full attention if none."""
-    return set(getattr(config, "layer_types", None) or [FULL_ATTENTION])
+    """Which kinds of layers a transformers text config names; where it names none (Mistral, Phi-3)
+    a window that is set slides over all of them."""
+    if named := getattr(config, "layer_types", None):
+        return set(named)
+    windows = ("sliding_window", "attention_chunk_size")
+    slides = any(getattr(config, name, None) is not None for name in windows)
+    slides = slides and bool(getattr(config, "use_sliding_window", True))
+    return {SLIDING_ATTENTION if slides else FULL_ATTENTION}
+
+
+def attention_implementation(config: Any, wanted: Optional[str] = None) -> Optional[str]:
+    """What transformers is asked for: ``wanted`` (``model.attn_implementation``), else the one
+    that computes what the architecture says. None is transformers' choice: sdpa where the class
+    has it, else eager.
+
+    Raises:
+        ValueError: ``wanted`` would leave out a part of the architecture.
+    """
+    caps = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    if caps is not None and wanted == "sdpa":
+        raise ValueError(
+            f"model.attn_implementation=sdpa leaves out the soft-capping of {config.model_type}'s "
+            f"attention (attn_logit_softcapping={caps}); use eager, or leave the key out"
+        )
+    return "eager" if caps is not None and wanted is None else wanted
 
 
 def check_model_dir(path: str) -> None:
@@ -63,9 +88,17 @@ def has_chat_template(path: str) -> bool:
     return bool(config.get("chat_template") or config.get("auto_map"))
 
 
-def check_vllm_cpu_head_size(path: str) -> None:
-    """Raises ValueError if vLLM's CPU attention has no kernel for the model's head size."""
-    size = head_size(read_model_config(path))
+def check_vllm_cpu(path: str) -> None:
+    """Raises ValueError if vLLM cannot hold the model on a CPU, or has no attention kernel there
+    for its head size."""
+    config = read_model_config(path)
+    kind = str((config.get("text_config") or config).get("model_type"))
+    if reason := VLLM_CPU_REFUSES.get(kind):
+        raise ValueError(
+            f"model {path!r}: {reason}; use another model, or "
+            "explorer.rollout_model.engine_type=torch"
+        )
+    size = head_size(config)
     if size is not None and size not in VLLM_CPU_HEAD_SIZES:
         allowed = ", ".join(map(str, VLLM_CPU_HEAD_SIZES))
         raise ValueError(

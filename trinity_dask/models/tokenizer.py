@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -28,6 +28,16 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def end_token_ids(configs: Iterable[Any], tokenizer: Any) -> tuple[int, ...]:
+    """Every id that ends an answer: those of the ``configs`` (model and generation), and the
+    tokenizer's, which is the end of a turn in a chat model and often stands nowhere else."""
+    found: set[int] = set()
+    for value in (getattr(each, "eos_token_id", None) for each in (*configs, tokenizer)):
+        if value is not None:
+            found.update([value] if isinstance(value, int) else value)
+    return tuple(sorted(found))
 
 
 def chat_prompt(

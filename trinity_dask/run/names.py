@@ -39,7 +39,7 @@ def check_start_model(stages: list[Config]) -> None:
 
     A preset with ``prepare`` makes its model later; then nothing is checked here.
     """
-    from trinity_dask.models.checks import check_model_dir, check_vllm_cpu_head_size
+    from trinity_dask.models.checks import check_model_dir, check_vllm_cpu
 
     first = stages[0]
     if first.prepare is not None:
@@ -49,7 +49,7 @@ def check_start_model(stages: list[Config]) -> None:
         on_cpu = [stage for stage in stages if not stage.cluster.rollout.gpus_per_worker]
         sampling = [stage.explorer.rollout_model for stage in on_cpu if stage.mode != "train"]
         if any(model.engine_type == "vllm" for model in sampling):
-            check_vllm_cpu_head_size(first.model.model_path)
+            check_vllm_cpu(first.model.model_path)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 

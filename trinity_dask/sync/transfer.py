@@ -386,7 +386,8 @@ class WeightTransfers:
     def _probe_is_due(self) -> bool:
         self.transfers += 1
         interval = self.cfg.probe_interval
-        return interval > 0 and (self.transfers - 1) % interval == 0
+        # the first always: an engine that cannot load these weights shows it there
+        return self.transfers == 1 or (interval > 0 and (self.transfers - 1) % interval == 0)
 
     async def _probe_sequences(self) -> list[list[int]]:
         """A few fixed token sequences, the same in every process and run."""

@@ -214,7 +214,7 @@ class FileSource:
         cfg = self._cfg
         return RowFile(
             cfg.buffer.trainer_input.experience_buffer,
-            load_tokenizer(cfg.model.model_path),
+            load_tokenizer(cfg.model.model_path, cfg.model.trust_remote_code),
             schema=self._schema,
             batch_size=self._rows,
             total_epochs=cfg.buffer.total_epochs,

@@ -245,12 +245,19 @@ def _own_address(peer: str) -> str:
 
 # --------------------------------------------------------------------------- the tensors
 def named_weights(model: Any) -> list[tuple[str, torch.Tensor]]:
-    """Parameters of a Hugging Face model, each stored tensor once.
+    """Parameters of a Hugging Face model, each stored tensor once, and its persistent buffers.
 
     A tied ``lm_head`` is the embedding under a second name; it is left out, as it is in a
     saved checkpoint. Order is that of the module tree, so layers stay together.
     """
-    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+    named = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+    return [*named, *persistent_buffers(model).items()]
+
+
+def persistent_buffers(model: Any) -> dict[str, torch.Tensor]:
+    """Tensors of ``model`` that a checkpoint has and no optimizer moves."""
+    saved = model.state_dict(keep_vars=True).keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
 def tensor_meta(

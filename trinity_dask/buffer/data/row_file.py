@@ -161,7 +161,7 @@ class ExpertRows:
         self._file = await asyncio.to_thread(
             lambda: RowFile(
                 self._source,
-                load_tokenizer(cfg.model.model_path),
+                load_tokenizer(cfg.model.model_path, cfg.model.trust_remote_code),
                 batch_size=1,
                 total_epochs=ENDLESS_EPOCHS,
                 max_tokens=cfg.model.max_model_len,

@@ -235,5 +235,5 @@ def _worker_name() -> str:
 
 def _prepare(settings: RunnerSettings) -> Any:
     load_plugins(settings.plugin_dirs)
-    path = settings.model["model_path"]
-    return load_tokenizer(path) if path else None
+    path, trust = settings.model["model_path"], bool(settings.model.get("trust_remote_code"))
+    return load_tokenizer(path, trust) if path else None

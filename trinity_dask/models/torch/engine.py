@@ -16,12 +16,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 import torch
 
-from trinity_dask.models.checks import FULL_ATTENTION, attention_kinds, check_model_dir
+from trinity_dask.models.checks import attention_implementation, check_model_dir
+from trinity_dask.models.hub_names import HubNames
 from trinity_dask.models.lora import add_adapter, has_adapter, load_adapter
 from trinity_dask.models.lora_config import wants_adapter
 from trinity_dask.models.protocol import (
@@ -35,6 +36,7 @@ from trinity_dask.models.protocol import (
     check_token_ids,
     checked,
 )
+from trinity_dask.models.tokenizer import end_token_ids, load_tokenizer
 from trinity_dask.models.torch.sampler import BatchSampler, SampleRequest
 from trinity_dask.models.torch.work_thread import WorkThread
 from trinity_dask.weights.broadcast import (
@@ -48,6 +50,7 @@ from trinity_dask.weights.checksum import Digest
 from trinity_dask.weights.files import fetched
 
 LOGPROB_POSITIONS = 1024  # positions per slice of the softmax; bounds its memory
+UNLIMITED = 1 << 20  # tokens, for a model that says no length
 
 
 class TorchEngine:
@@ -87,20 +90,26 @@ class TorchEngine:
     def _load(self) -> None:
         model_cfg, engine_cfg = self.spec.model, self.spec.config
         dtype = engine_cfg.get("dtype") or model_cfg.get("dtype") or "float32"
+        trust = bool(model_cfg.get("trust_remote_code", False))
         self._model = load_model(
             self.spec.model_path,
             dtype,
             self.spec.device,
-            bool(model_cfg.get("trust_remote_code", False)),
+            trust,
+            model_cfg.get("attn_implementation"),
         )
         if wants_adapter(model_cfg):
             add_adapter(self._model, model_cfg["lora"], self.spec.model_path)
             self._model.to(self._model.device).requires_grad_(False)
         config = self._model.config
         self._vocab_size = config.vocab_size
-        self._max_model_len = model_cfg.get("max_model_len") or config.max_position_embeddings
-        seed = int(engine_cfg.get("seed", 0))
-        self._sampler = BatchSampler(self._model, eos_token_ids(self._model), seed)
+        longest = getattr(config, "max_position_embeddings", None)  # a recurrent model has none
+        self._max_model_len = model_cfg.get("max_model_len") or longest or UNLIMITED
+        tokenizer = load_tokenizer(self.spec.model_path, trust)
+        ends = end_token_ids((self._model.generation_config, config), tokenizer)
+        ends = tuple(token for token in ends if token < self._vocab_size)
+        self._sampler = BatchSampler(self._model, ends, int(engine_cfg.get("seed", 0)))
+        self._sampler.settle()
 
     async def generate(
         self, prompt_token_ids: list[int], sampling: SamplingParams, request_id: str
@@ -201,38 +210,31 @@ class TorchEngine:
         self._model = self._sampler = None
 
 
-def load_model(path: str, dtype: str, device: str, trust_remote_code: bool = False) -> Any:
+def load_model(
+    path: str,
+    dtype: str,
+    device: str,
+    trust_remote_code: bool = False,
+    attention: Optional[str] = None,
+) -> Any:
     """The causal language model at ``path`` in evaluation mode.
 
     Raises:
-        ValueError: the directory lacks something, or the model has sliding-window layers,
-            which the sampler's cache does not keep apart.
+        ValueError: the directory lacks something, or cannot have this ``attention``.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     check_model_dir(path)
     with quiet_loading():
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch_dtype(dtype), trust_remote_code=trust_remote_code
-        )
-    layer_types = attention_kinds(model.config)
-    if layer_types != {FULL_ATTENTION}:
-        raise ValueError(
-            f"the torch engine handles full attention only; {path!r} has layers of type "
-            f"{sorted(layer_types)}; use explorer.rollout_model.engine_type=vllm"
+            path,
+            dtype=torch_dtype(dtype),
+            attn_implementation=attention_implementation(config, attention),
+            trust_remote_code=trust_remote_code,
         )
     model.to(torch.device(device))  # type: ignore[arg-type]
     return model.eval().requires_grad_(False)
-
-
-def eos_token_ids(model: Any) -> tuple[int, ...]:
-    """Every id that ends an answer, from the generation config and the model config."""
-    found: set[int] = set()
-    for config in (model.generation_config, model.config):
-        value = getattr(config, "eos_token_id", None)
-        if value is not None:
-            found.update([value] if isinstance(value, int) else value)
-    return tuple(sorted(found))
 
 
 @torch.inference_mode()
@@ -272,9 +274,12 @@ def load_update(model: Any, update: WeightUpdate, group: WeightGroup | None) -> 
 
 @torch.no_grad()
 def assign(model: Any, tensors: dict[str, torch.Tensor]) -> None:
-    """Copy ``tensors`` into the parameters of the same names; a tied alias may be present."""
+    """Copy ``tensors`` into parameters and persistent buffers by the model's own names or the
+    hub's; a tied alias may be present, and an older file may lack the buffers."""
     known = model.state_dict()  # shares storage with the parameters; lists aliases too
     needed = {name for name, _ in model.named_parameters()}
+    if not needed <= tensors.keys():
+        tensors = HubNames(model).to_model(tensors)
     missing, unknown = sorted(needed - set(tensors)), sorted(set(tensors) - set(known))
     if missing or unknown:
         raise ValueError(

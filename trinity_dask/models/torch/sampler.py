@@ -11,10 +11,18 @@ distribution at one uniform number per row (the Gumbel-max trick needs one per v
 entry, which costs more than the model at small sizes); finished rows are dropped from the
 batch once they are a quarter of it. All rows have the same length in the cache, because prompts
 are padded on the left; memory for the longest possible answer is reserved once per batch.
+
+That is for attention that is full in every layer. Any other model (windows, recurrent states, a
+bias by distance) answers prompts of one length at a time, with its own cache and without padding,
+so that nothing depends on how it treats a mask. A sampler is tried once against the plain model
+before it is used (:meth:`BatchSampler.settle`).
 """
 
 from __future__ import annotations
 
+import inspect
+import logging
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -24,6 +32,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from trinity_dask.models.checks import FULL_ATTENTION, attention_kinds
 from trinity_dask.models.protocol import (
     FINISH_LENGTH,
     FINISH_STOP,
@@ -31,8 +40,14 @@ from trinity_dask.models.protocol import (
     SamplingParams,
 )
 
+log = logging.getLogger("trinity_dask.engines")
+
 LIVE_SHARE_TO_COMPACT = 0.75
 NEG_INF = float("-inf")
+TRIAL_LENGTHS = (5, 3)  # prompts of a sampler's trial, tokens
+TRIAL_TOKENS = 3
+# largest difference of a log-prob in the trial, nats
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
 
 
 @dataclass
@@ -54,18 +69,87 @@ class BatchSampler:
         self.eos_ids = tuple(eos_ids)
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.generated_tokens = 0
+        names = inspect.signature(model.forward).parameters
+        self._options = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
+        self._cache_name = "cache_params" if "cache_params" in names else "past_key_values"
+        # whether prompts of unequal lengths may share a batch: a mask and positions say it all
+        self.pads = (
+            attention_kinds(self.config) == {FULL_ATTENTION}
+            and {"position_ids", "past_key_values"} <= names.keys()
+            and not getattr(self.config, "alibi", False)
+            and getattr(self.config, "_attn_implementation", None) == "sdpa"
+        )
+
+    def settle(self) -> None:
+        """Sample a few tokens and compare their log-probs with the plain model's. A model that
+        gives others in padded batches gets none.
+
+        Raises:
+            ValueError: it gives others in batches of one length too.
+        """
+        allowed = TOLERANCE.get(next(self.model.parameters()).dtype, 0.0)
+        gap = self._trial()
+        if gap > allowed and self.pads:
+            log.info("%s is sampled without padding", type(self.model).__name__)
+            self.pads = False
+            gap = self._trial()
+        if not gap <= allowed:
+            raise ValueError(
+                f"{type(self.model).__name__} gives other log-probs with its cache than without "
+                f"({gap:.2g} nats apart), so the torch engine cannot sample from it; use "
+                "explorer.rollout_model.engine_type=vllm"
+            )
+
+    @torch.inference_mode()
+    def _trial(self) -> float:
+        """Largest difference of a log-prob, in nats."""
+        sampling = SamplingParams(temperature=0.0, max_tokens=TRIAL_TOKENS, min_tokens=TRIAL_TOKENS)
+        numbers = [[7 * k + 3 * n for k in range(n)] for n in TRIAL_LENGTHS]
+        prompts = [[number % self.config.vocab_size for number in row] for row in numbers]
+        sampled = self.sample([SampleRequest(prompt, sampling) for prompt in prompts], 0)
+        self.generated_tokens, gaps = 0, []
+        for prompt, (answer,) in zip(prompts, sampled, strict=True):
+            ids = torch.tensor([*prompt, *answer.token_ids], device=self.device)
+            output = self.model(input_ids=ids[None, :-1], use_cache=False)
+            logits = output.logits[0, len(prompt) - 1 :].float()
+            # the sampler knows that an answer cannot end yet
+            logits[:TRIAL_TOKENS, [t for t in self.eos_ids if t < logits.shape[-1]]] = NEG_INF
+            plain = logits.log_softmax(dim=-1).gather(1, ids[len(prompt) :, None])[:, 0]
+            found = torch.from_numpy(answer.logprobs).to(plain)
+            gaps.append(float((found - plain).abs().max()))
+        return max(gaps)
 
     @torch.inference_mode()
     def sample(self, requests: Sequence[SampleRequest], version: int) -> list[list[Completion]]:
-        """Answer all ``requests`` together; ``version`` is stamped on every token.
+        """Answer all ``requests``; ``version`` is stamped on every token.
 
         The answers of a request that was cancelled meanwhile are cut short.
         """
+        if self.pads:
+            return self._sample_together(requests, version)
+        by_length: defaultdict[int, list[int]] = defaultdict(list)
+        for index, request in enumerate(requests):
+            by_length[len(request.prompt)].append(index)
+        answers: list[list[Completion]] = [[] for _ in requests]
+        for indices in by_length.values():
+            together = self._sample_together([requests[i] for i in indices], version)
+            for index, answer in zip(indices, together, strict=True):
+                answers[index] = answer
+        return answers
+
+    def _sample_together(
+        self, requests: Sequence[SampleRequest], version: int
+    ) -> list[list[Completion]]:
         batch = _Batch(requests, self.eos_ids, self.config.vocab_size, self.device)
-        cache = ReservedCache(self.config.num_hidden_layers, batch.prompt_width + batch.max_tokens)
-        logits = self._forward(batch.prompt_ids, batch.prompt_positions, batch.prompt_mask, cache)
+        cache: Any = None  # the model makes its own
+        if self.pads:
+            n_layers = self.config.num_hidden_layers
+            cache = ReservedCache(n_layers, batch.prompt_width + batch.max_tokens)
+        logits, cache = self._forward(
+            batch.prompt_ids, batch.prompt_positions, batch.prompt_mask, cache
+        )
         rows = batch.prompt_of_row
-        cache.select(rows)
+        cache.reorder_cache(rows)
         logits = logits.index_select(0, rows)
         for step in range(batch.max_tokens):
             tokens = self._draw(batch, logits, step)
@@ -74,7 +158,7 @@ class BatchSampler:
             if batch.n_rows == 0:
                 break
             if keep is not None and batch.n_rows < n_before:
-                cache.select(keep)
+                cache.reorder_cache(keep)
                 tokens = tokens.index_select(0, keep)
             positions = batch.prompt_lengths.index_select(0, batch.prompt_of_row) + step
             mask: torch.Tensor | None = None  # which cached columns a new token sees: all
@@ -82,7 +166,7 @@ class BatchSampler:
                 real = batch.real.index_select(0, batch.prompt_of_row)
                 answer = torch.ones(len(real), step + 1, dtype=torch.bool, device=self.device)
                 mask = torch.cat([real, answer], dim=1)[:, None, None]
-            logits = self._forward(tokens[:, None], positions[:, None], mask, cache)
+            logits, cache = self._forward(tokens[:, None], positions[:, None], mask, cache)
         self.generated_tokens += int(batch.lengths.sum())
         return batch.completions(version)
 
@@ -91,18 +175,19 @@ class BatchSampler:
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
         mask: torch.Tensor | None,
-        cache: ReservedCache,
-    ) -> torch.Tensor:
-        """Logits after the last column, float32 ``[rows, vocab]``."""
-        output = self.model(
-            input_ids=input_ids,
-            attention_mask=mask,
-            position_ids=position_ids,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return output.logits[:, -1].float()
+        cache: Any,
+    ) -> tuple[torch.Tensor, Any]:
+        """Logits after the last column, float32 ``[rows, vocab]``, and the cache."""
+        inputs = {self._cache_name: cache, **self._options}
+        if self.pads:
+            inputs |= {"attention_mask": mask, "position_ids": position_ids}
+        output = self.model(input_ids=input_ids, use_cache=True, **inputs)
+        if (kept := output.get(self._cache_name)) is None:
+            raise ValueError(
+                f"{type(self.model).__name__} returns no {self._cache_name}, so the torch engine "
+                "cannot sample from it; use explorer.rollout_model.engine_type=vllm"
+            )
+        return output.logits[:, -1].float(), kept
 
     def _draw(self, batch: _Batch, logits: torch.Tensor, step: int) -> torch.Tensor:
         """Next token of every row, int64 ``[rows]``; its log-prob goes to the batch."""
@@ -327,15 +412,15 @@ class ReservedLayer(CacheLayerMixin):
         self.length = end
         return self.keys[:, :, :end], self.values[:, :, :end]
 
-    def select(self, index: torch.Tensor) -> None:
-        """Keep, repeat or drop rows: row ``i`` becomes the old row ``index[i]``."""
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Keep, repeat or drop rows: row ``i`` becomes the old row ``beam_idx[i]``."""
         assert self.keys is not None
         assert self.values is not None
         for name, old in (("keys", self.keys), ("values", self.values)):
-            new = old.new_empty(len(index), *old.shape[1:])
+            new = old.new_empty(len(beam_idx), *old.shape[1:])
             # only what is filled is copied
             filled = new[:, :, : self.length]
-            torch.index_select(old[:, :, : self.length], 0, index, out=filled)
+            torch.index_select(old[:, :, : self.length], 0, beam_idx, out=filled)
             setattr(self, name, new)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -352,9 +437,4 @@ class ReservedCache(Cache):
     """One :class:`ReservedLayer` per decoder layer, ``capacity`` tokens per row."""
 
     def __init__(self, n_layers: int, capacity: int) -> None:
-        self.reserved = [ReservedLayer(capacity) for _ in range(n_layers)]
-        super().__init__(layers=list(self.reserved))
-
-    def select(self, index: torch.Tensor) -> None:
-        for layer in self.reserved:
-            layer.select(index)
+        super().__init__(layers=[ReservedLayer(capacity) for _ in range(n_layers)])

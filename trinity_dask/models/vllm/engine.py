@@ -16,12 +16,13 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
 from trinity_dask.aio import ended
-from trinity_dask.models.checks import check_model_dir, check_vllm_cpu_head_size
+from trinity_dask.models.checks import check_model_dir, check_vllm_cpu
 from trinity_dask.models.lora_config import wants_adapter
 from trinity_dask.models.protocol import (
     FINISH_LENGTH,
@@ -36,6 +37,7 @@ from trinity_dask.models.protocol import (
     check_token_ids,
     checked,
 )
+from trinity_dask.models.tokenizer import end_token_ids, load_tokenizer
 from trinity_dask.models.vllm.adapter import ADAPTER_ID, adapter_args
 
 log = logging.getLogger("trinity_dask.engines")
@@ -127,7 +129,7 @@ class VLLMEngine:
     def __init__(self, spec: EngineSpec) -> None:
         check_model_dir(spec.model_path)
         if spec.device == "cpu":
-            check_vllm_cpu_head_size(spec.model_path)
+            check_vllm_cpu(spec.model_path)
         self.spec = spec
         self.model_version = 0
         self._world_size = int(spec.config.get("tensor_parallel_size", 1))
@@ -140,6 +142,7 @@ class VLLMEngine:
         self._max_model_len = 0
         self._vocab_size = 0
         self._heats_prompts = False
+        self._ends: tuple[int, ...] = ()  # what ends an answer; of the configs vLLM reads only one
         self._lora = spec.model["lora"] if wants_adapter(spec.model) else None
         self._adapter: Any = None  # what makes a request use it, once it has arrived
         self._counts = {"requests": 0, "generated_tokens": 0, "running": 0}
@@ -164,6 +167,12 @@ class VLLMEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._engine_args()))
+        model = self._llm.model_config
+        trust = bool(self.spec.model.get("trust_remote_code", False))
+        tokenizer = load_tokenizer(self.spec.model_path, trust)
+        generation = SimpleNamespace(**model.try_get_generation_config())
+        ends = end_token_ids((generation, model.hf_text_config), tokenizer)
+        self._ends = tuple(token for token in ends if token < model.get_vocab_size())
         args = (self._lora,)
         self._heats_prompts = all(await self._llm.collective_rpc("trinity_setup", args=args))
         await self._llm.update_weight_version("0")
@@ -278,7 +287,7 @@ class VLLMEngine:
             top_k=max(sampling.top_k, 0),
             max_tokens=sampling.max_tokens,
             min_tokens=sampling.min_tokens,
-            stop_token_ids=list(sampling.stop_token_ids),
+            stop_token_ids=sorted({*sampling.stop_token_ids, *self._ends}),
             seed=sampling.seed,
             logprobs=0,  # of the sampled token only
             flat_logprobs=True,

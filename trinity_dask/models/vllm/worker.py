@@ -16,9 +16,10 @@ import logging
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any, Optional
 
 import torch
@@ -52,6 +53,8 @@ log = logging.getLogger("trinity_dask.engines")
 
 BACKEND = "trinity"
 PROMPT_LOGPROBS = "_get_prompt_logprobs_dict"
+# follow from the configuration; vLLM skips them too
+CONSTANTS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
 # the package may be used from a checkout, where no entry point announces the plugin
 register()
@@ -236,19 +239,86 @@ class WeightWorker:
 
 @torch.no_grad()
 def load_weights(model: Any, model_config: Any, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Load Hugging Face names into a vLLM model; fused modules are fused by the model."""
+    """Load Hugging Face names into a vLLM model; fused modules are fused by the model.
+
+    Raises:
+        ValueError: a tensor that no parameter took, or a parameter that none filled.
+    """
     from vllm.model_executor.model_loader.reload import (
         finalize_layerwise_reload,
         initialize_layerwise_reload,
     )
 
+    wanted = {name for name, _ in model.named_parameters()}
+    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    for module in model.modules() if on_cpu else ():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            # it packs the experts when it is made, and never again
+            method.moe_kernel = None
     initialize_layerwise_reload(model)
+    claims = Claims(model)
     try:
-        model.load_weights(named)
+        filled = model.load_weights(claims.watched(named))
     finally:
+        claims.close()
         finalize_layerwise_reload(model, model_config)
     for module in tied_packed_layers(model):
         module.quant_method.process_weights_after_loading(module)
+    empty = [] if filled is None else sorted(wanted - filled)
+    if claims.refused or empty:
+        raise ValueError(
+            f"{type(model).__name__} does not hold what was sent: no parameter took "
+            f"{claims.refused[:3]} ({len(claims.refused)} tensors), nothing filled {empty[:3]} "
+            f"({len(empty)} parameters). This architecture's names differ between trainer and "
+            "vLLM; use explorer.rollout_model.engine_type=torch"
+        )
+
+
+class Claims:
+    """Which tensors the parameters of ``model`` took, as their loaders saw it."""
+
+    def __init__(self, model: Any) -> None:
+        from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+        self._given: list[tuple[int, int, str]] = []  # where each lies, and its name
+        self._taken: set[str] = set()
+        self._loaders = [
+            (parameter, getattr(parameter, "weight_loader", default_weight_loader))
+            for parameter in model.parameters()
+        ]
+        for parameter, loader in self._loaders:
+            parameter.weight_loader = self._noting(loader)
+
+    def watched(
+        self, named: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in named:
+            begin = tensor.data_ptr()
+            self._given.append((begin, begin + tensor.nbytes, name))
+            yield name, tensor
+
+    def _noting(self, loader: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(loader)  # vLLM knows its own loaders by name, and unwraps them
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            loaded = args[1] if len(args) > 1 else kwargs["loaded_weight"]
+            place = loaded.data_ptr()
+            lying = (name for begin, end, name in reversed(self._given) if begin <= place < end)
+            # one that lies nowhere was made of the last that was given
+            self._taken.add(next(lying, self._given[-1][2]))
+            return loader(*args, **kwargs)
+
+        return noted
+
+    @property
+    def refused(self) -> list[str]:
+        """Tensors that nothing took, but for constants that old checkpoints carry."""
+        names = (name for _, _, name in self._given if name not in self._taken)
+        return [name for name in names if not name.endswith(CONSTANTS)]
+
+    def close(self) -> None:
+        for parameter, loader in self._loaders:
+            parameter.weight_loader = loader
 
 
 def tied_packed_layers(model: Any) -> list[Any]:

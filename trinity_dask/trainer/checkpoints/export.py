@@ -14,14 +14,15 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from trinity_dask.models.hub_names import HubNames
 from trinity_dask.models.lora import (
     CONFIG_FILE,
-    FILE_PREFIX,
+    adapter_parameters,
     has_adapter,
     read_adapter,
     write_adapter,
@@ -36,8 +37,10 @@ from trinity_dask.trainer.checkpoints.checkpoint import (
     WEIGHTS_FILE,
 )
 from trinity_dask.trainer.model.trainable import TrainableModel
+from trinity_dask.weights.broadcast import named_weights, persistent_buffers
 from trinity_dask.weights.files import read_safetensors
 
+GENERATION_FILE = "generation_config.json"
 TEXT_FILES = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
 
 
@@ -87,10 +90,12 @@ def _write_model(
     # sharding gives the class another name
     config.architectures = [type(model.module).__name__.removeprefix("FSDP")]
     config.save_pretrained(directory)
-    generation = getattr(model.module, "generation_config", None)
-    if generation is not None:
-        generation.save_pretrained(directory)
     copy_text_files(Path(source), directory)
+    generation = getattr(model.module, "generation_config", None)
+    if generation is not None and not (directory / GENERATION_FILE).exists():
+        # as text: transformers reads what models on the hub ship, and refuses to save some of it
+        # (a temperature without do_sample)
+        generation.to_json_file(directory / GENERATION_FILE)
 
 
 def copy_text_files(source: Path, target: Path) -> None:
@@ -162,8 +167,16 @@ def export_policy(checkpoint: Path, dtype: torch.dtype, merge: bool = False) -> 
 
 
 def _export_model(adapter: Path, actor: Path, target: Path, dtype: torch.dtype) -> None:
-    merged = _merged(adapter) if adapter.is_dir() else read_safetensors(str(actor / WEIGHTS_FILE))
-    tensors = {name: value.to(dtype).contiguous() for name, value in merged}
+    named = _merged(adapter) if adapter.is_dir() else read_safetensors(str(actor / WEIGHTS_FILE))
+    skeleton = _skeleton(actor)
+    if skeleton is not None:
+        kept = persistent_buffers(skeleton)  # in their own dtype
+        typed = ((name, value if name in kept else value.to(dtype)) for name, value in named)
+        named = HubNames(skeleton).to_hub(typed)
+    else:
+        named = ((name, value.to(dtype)) for name, value in named)
+    # parts of one tensor have memory of their own in the file
+    tensors = {name: value.contiguous().clone() for name, value in named}
     save_file(tensors, target / WEIGHTS_FILE, metadata={"format": "pt"})
     copy_text_files(actor, target)
     config = target / "config.json"
@@ -172,8 +185,20 @@ def _export_model(adapter: Path, actor: Path, target: Path, dtype: torch.dtype) 
     config.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
+def _skeleton(actor: Path) -> Any:
+    """The model of ``actor`` without memory for its weights; None if its code is its own, whose
+    names nobody else knows."""
+    if "auto_map" in json.loads((actor / "config.json").read_text(encoding="utf-8")):
+        return None
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(actor))
+
+
 def _merged(adapter: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """W + (alpha / r) · B A (arXiv 2106.09685, section 4.1) for every adapted layer."""
+    """The base model of ``adapter`` in float32, by its own names, with W + (alpha / r) · B A (arXiv
+    2106.09685, section 4.1) for every adapted layer, as the layer's kind has it."""
     config = json.loads((adapter / CONFIG_FILE).read_text(encoding="utf-8"))
     base = config["base_model_name_or_path"]
     if not Path(base).is_dir():
@@ -181,19 +206,14 @@ def _merged(adapter: Path) -> Iterator[tuple[str, torch.Tensor]]:
             f"the adapter in {adapter} belongs to the model {base!r}, which is not there; put it "
             f"back, or write its place into {CONFIG_FILE}"
         )
-    tensors = read_adapter(str(adapter))
-    scale = config["lora_alpha"] / config["r"]
-    for name, weight in read_safetensors(base):
-        module = FILE_PREFIX + name.removesuffix(".weight")
-        down = tensors.pop(f"{module}.lora_A.weight", None)
-        if down is None:
-            yield name, weight
-            continue
-        up = tensors.pop(f"{module}.lora_B.weight")
-        delta = scale * (up.float() @ down.float())
-        yield name, weight.float() + (delta if delta.shape == weight.shape else delta.t())
-    if tensors:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    wrapped = PeftModel.from_pretrained(model, str(adapter))
+    if lost := read_adapter(str(adapter)).keys() - adapter_parameters(model).keys():
         raise ValueError(
-            f"{base} has no weight for {len(tensors)} tensors of the adapter in {adapter}, the "
-            f"first is {min(tensors)!r}"
+            f"{base} has no weight for {len(lost)} tensors of the adapter in {adapter}, the "
+            f"first is {min(lost)!r}"
         )
+    yield from named_weights(wrapped.merge_and_unload())

@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, Optional
 
 import torch
 
 from trinity_dask.algorithm.table import AlgorithmSpec
 from trinity_dask.config.schema import Config
+from trinity_dask.models.checks import TOKENIZER_FILES
 from trinity_dask.models.lora import adapter_off, has_adapter
+from trinity_dask.models.tokenizer import load_tokenizer
 from trinity_dask.trainer.model.logprobs import LOGITS_BYTES, Scorer
 from trinity_dask.trainer.model.policy_model import autocast_dtype, load_policy
 from trinity_dask.trainer.ranks.parallel import FROZEN, is_sharded, offload_of, to_device
@@ -93,22 +96,37 @@ def load_teacher(cfg: Config, spec: AlgorithmSpec, policy: Any, device: str) -> 
     """The teacher of ``model.teacher_model_path``; None when the rows bring its log-probs.
 
     Raises:
-        ValueError: its vocabulary is not the policy's.
+        ValueError: its tokens are not the policy's.
     """
     path = cfg.model.teacher_model_path
     if not spec.uses_teacher or not path:
         return None
     teacher = _frozen(cfg, path, device)
     own, of_teacher = policy.config.vocab_size, teacher.module.config.vocab_size
-    if own != of_teacher:
+    vocabularies = [
+        load_tokenizer(each, cfg.model.trust_remote_code).get_vocab()
+        for each in (cfg.model.model_path, path)
+        if any((Path(each) / name).is_file() for name in TOKENIZER_FILES)
+    ]
+    if len(vocabularies) == 2:  # sizes are padded, by each model as it likes
+        mine, theirs = vocabularies
+        others = [token for token, number in mine.items() if theirs.get(token) != number]
+        if others:
+            raise ValueError(
+                f"model.teacher_model_path={path} has other numbers for {len(others)} of the "
+                f"policy's {len(mine)} tokens, as {min(others)!r}: a teacher scores the policy's "
+                "own tokens, so both need one tokenizer"
+            )
+    elif own != of_teacher:
         raise ValueError(
             f"model.teacher_model_path={path} has {of_teacher} tokens in its vocabulary and the "
-            f"policy {own}: a teacher scores the policy's own tokens, so both need one tokenizer"
+            f"policy {own}, and there are no two tokenizers to compare: a teacher scores the "
+            "policy's own tokens, so both need one tokenizer"
         )
     return teacher
 
 
 def _frozen(cfg: Config, path: str, device: str) -> FrozenModel:
-    trust = cfg.model.trust_remote_code
-    module = load_policy(path, device=device, trust_remote_code=trust)
+    trust, attention = cfg.model.trust_remote_code, cfg.model.attn_implementation
+    module = load_policy(path, device=device, trust_remote_code=trust, attention=attention)
     return FrozenModel(module, autocast_dtype(cfg.model.dtype), offload_of(cfg, FROZEN))

@@ -77,6 +77,7 @@ class Scorer:
         self.logits_bytes = logits_bytes
         self._around = around
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._padding = padding_inputs(model)
         # the output head if it is one linear layer and nothing else
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         plain = self._keeps_logits and type(head) is torch.nn.Linear
@@ -209,11 +210,20 @@ class Scorer:
         inputs: dict[str, Any] = {"input_ids": micro.input_ids[:, :-1], "use_cache": False}
         if micro.padded_left:
             # right padding needs no mask: causal attention never looks at it
-            mask = micro.attention_mask[:, :-1]
-            inputs |= {"attention_mask": mask, "position_ids": positions(mask)}
+            inputs |= self._padding(micro.attention_mask[:, :-1])
         if self._keeps_logits:
             inputs["logits_to_keep"] = micro.response_width
         return inputs
+
+
+def padding_inputs(model: Any) -> Callable[[Tensor], dict[str, Tensor]]:
+    """What ``model`` is told of padding on the left, as a function of the mask ``[b, T]``: where
+    it has no position ids (a recurrent model, a bias by distance) the mask alone."""
+    places = "position_ids" in inspect.signature(model.forward).parameters
+    return lambda mask: {
+        "attention_mask": mask,
+        **({"position_ids": positions(mask)} if places else {}),
+    }
 
 
 @contextmanager

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import importlib.util
 import threading
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from trinity_dask.config.schema import LoraConfig
+from trinity_dask.models.checks import attention_implementation
 from trinity_dask.models.lora import add_adapter
 
 # from_pretrained swaps global default devices and initialisers: two loads at once in one
@@ -38,25 +42,28 @@ def load_policy(
     gradient_checkpointing: bool = False,
     lora: Optional[LoraConfig] = None,
     fused_kernels: bool = False,
+    attention: Optional[str] = None,
 ) -> Any:
     """A Hugging Face causal language model for training, float32 on ``device``.
 
     Args:
         lora: with a rank above 0 only an adapter wants a gradient.
         fused_kernels: take liger-kernel's layers on a GPU where it is installed.
+        attention: ``model.attn_implementation``; None is what the architecture needs.
 
     Raises:
         OSError, ValueError: ``model_path`` is no model, or lacks weights (from transformers).
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # it would end up in a worker's log
     with LOADING:
+        config = AutoConfig.from_pretrained(str(model_path), trust_remote_code=trust_remote_code)
         model: Any = AutoModelForCausalLM.from_pretrained(
             str(model_path),
             dtype=torch.float32,
-            attn_implementation="sdpa",
+            attn_implementation=attention_implementation(config, attention),
             trust_remote_code=trust_remote_code,
         )
     if fused_kernels and device != "cpu" and importlib.util.find_spec("liger_kernel") is not None:
@@ -72,19 +79,43 @@ def load_policy(
 
 
 def deterministic(model: Any, device: str, gradient_checkpointing: bool) -> Any:
-    """``model`` on ``device`` without any dropout: with it the trainer's policy would not be the
-    sampler's."""
+    """``model`` on ``device`` in evaluation mode, so without dropout wherever the architecture has
+    it: with it the trainer's policy would not be the sampler's.
+
+    Raises:
+        ValueError: it has no layers that transformers could compute again in the backward pass.
+    """
     model.to(device)
-    for module in model.modules():
+    for module in model.modules():  # should somebody train() it
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0
     model.eval()
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()  # transformers checkpoints only in training mode
+    if not gradient_checkpointing:
+        return model
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    # transformers checkpoints in training mode only, where dropout is on too: so its layers are
+    # only marked, and are computed again by us
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(
+            f"trainer.gradient_checkpointing=true: {type(model).__name__} has no layers that could "
+            "be computed again (transformers' GradientCheckpointingLayer); set it to false"
+        )
+    for layer in layers:
+        layer.forward = partial(_computed_again, layer.forward)
     return model
+
+
+def _computed_again(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``forward`` that keeps its inputs only, and is called once more in the backward pass."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    # nothing in it is random
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 def autocast_dtype(name: str) -> Optional[torch.dtype]:

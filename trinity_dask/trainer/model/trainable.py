@@ -8,7 +8,7 @@ weights (or its shard of them).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Optional
 
@@ -16,11 +16,14 @@ import torch
 from torch import Tensor
 
 from trinity_dask.config.schema import OptimizerConfig
+from trinity_dask.models.hub_names import HubNames
 from trinity_dask.models.lora import adapter_parameters, has_adapter
+from trinity_dask.models.protocol import TensorMeta
 from trinity_dask.trainer.model.logprobs import LOGITS_BYTES, Scorer
 from trinity_dask.trainer.model.optimizer import build_optimizer, build_schedule
 from trinity_dask.trainer.ranks.gradients import GradientGroup
 from trinity_dask.trainer.ranks.parallel import is_sharded, like, to_device, whole
+from trinity_dask.weights.broadcast import persistent_buffers, tensor_meta, torch_dtype
 
 
 class TrainableModel:
@@ -62,6 +65,10 @@ class TrainableModel:
         self.named: dict[str, Any] = (
             adapter_parameters(module) if has_adapter(module) else dict(module.named_parameters())
         )
+        self._buffers = () if has_adapter(module) else tuple(persistent_buffers(module))
+        # of a critic and of an adapter no hub says how they are named
+        is_whole = not has_adapter(module) and hasattr(module, "get_output_embeddings")
+        self._hub = HubNames(module) if is_whole else None
         self.base_lr = optimizer_cfg.lr
         self.schedule = build_schedule(optimizer_cfg, total_steps)
         self.optimizer = build_optimizer(optimizer_cfg, module.parameters())
@@ -70,6 +77,11 @@ class TrainableModel:
         self._resident = 1  # depth of on_device
         if offload:
             self._leave()
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """A mixture's routing bias, say: no optimizer moves it, no model is whole without."""
+        return {name: self.module.get_buffer(name) for name in self._buffers}
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
@@ -136,14 +148,27 @@ class TrainableModel:
         return norm
 
     # state ------------------------------------------------------------------------------
-    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every trained weight by name, whole, each stored tensor once.
+    def full_weights(self, hub: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Every trained weight by name, and what else belongs to the model, whole, each stored
+        tensor once; under its own name, or as the ``hub`` has it.
 
         With shards every rank must iterate to the end: each tensor is gathered when it is due.
         """
-        for name, parameter in self.named.items():
+        if hub and self._hub is not None and not self._hub.same:
+            yield from self._hub.to_hub(self.full_weights())
+            return
+        for name, parameter in (self.named | self.buffers).items():
             tensor = parameter.detach()
             yield name, whole(tensor) if self.lockstep else tensor
+
+    def wire_meta(self, dtype: str) -> tuple[TensorMeta, ...]:
+        """Of ``full_weights(hub=True)``: weights as ``dtype``, buffers as they are."""
+        wire = {name: torch_dtype(dtype) for name in self.named}
+        named: Iterable[tuple[str, Tensor]] = (
+            (name, torch.empty(t.shape, dtype=wire.get(name, t.dtype), device="meta"))
+            for name, t in (self.named | self.buffers).items()
+        )
+        return tensor_meta(named if self._hub is None else self._hub.to_hub(named))
 
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Optimizer state by name, whole, to be saved with the weights; as full_weights."""
@@ -167,14 +192,16 @@ class TrainableModel:
     def load_weights(self, tensors: dict[str, Tensor]) -> None:
         """Copy whole weights by name into the module.
 
+        Buffers may be missing: checkpoints of before had none, and they are the start model's.
+
         Raises:
             ValueError: names or shapes are not the module's.
         """
-        if self.named.keys() != tensors.keys():
+        if wrong := self.named.keys() ^ (tensors.keys() - self.buffers.keys()):
             raise ValueError(
                 f"the checkpoint's {len(tensors)} tensors are not the model's "
-                f"{len(self.named)}; first difference: "
-                f"{sorted(self.named.keys() ^ tensors.keys())[0]!r}"
+                f"{len(self.named)}; first difference: {min(wrong)!r}"
             )
-        for name, parameter in self.named.items():
-            parameter.copy_(like(tensors[name], parameter))
+        for name, tensor in (self.named | self.buffers).items():
+            if name in tensors:
+                tensor.copy_(like(tensors[name], tensor))

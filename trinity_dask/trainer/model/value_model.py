@@ -4,15 +4,16 @@ Invariant: value ``[i, r]`` is the value of the state *before* response token ``
 it is read at the place that predicts the token, and never sees the token itself.
 
 On disk it is a Hugging Face token-classification model with one label, so ``transformers``
-loads and saves it. A head that the directory does not have starts at zero: the first
-advantages then are those without a critic, whatever the seed.
+loads and saves it; where the architecture has no such class it is :class:`ValueModel`, on the base
+model. A head that the directory does not have starts at zero: the first advantages then are those
+without a critic, whatever the seed.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Optional
 
 import torch
@@ -20,9 +21,12 @@ from torch import Tensor
 
 from trinity_dask.algorithm.table import AlgorithmSpec
 from trinity_dask.config.schema import Config
-from trinity_dask.trainer.model.logprobs import positions
+from trinity_dask.models.checks import attention_implementation
+from trinity_dask.trainer.checkpoints.checkpoint import WEIGHTS_FILE
+from trinity_dask.trainer.model.logprobs import padding_inputs
 from trinity_dask.trainer.model.policy_model import LOADING, deterministic
 from trinity_dask.trainer.step.batching import MicroBatch
+from trinity_dask.weights.files import read_safetensors
 
 HEAD_NAMES = ("score", "classifier")  # what transformers calls the head
 
@@ -36,7 +40,28 @@ def load_critic(cfg: Config, spec: AlgorithmSpec, path: str, device: str) -> Opt
         device=device,
         trust_remote_code=cfg.model.trust_remote_code,
         gradient_checkpointing=cfg.trainer.gradient_checkpointing,
+        attention=cfg.model.attn_implementation,
     )
+
+
+class ValueModel(torch.nn.Module):
+    """A scalar head on the base model (without its output head) of any architecture."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base = base
+        embedding = base.get_input_embeddings().weight
+        self.score = torch.nn.Linear(embedding.shape[1], 1, bias=False, dtype=embedding.dtype)
+        torch.nn.init.zeros_(self.score.weight)
+        self.config = base.config
+        self._no_split_modules = base._no_split_modules
+
+    def gradient_checkpointing_enable(self, options: dict[str, Any]) -> None:
+        self.base.gradient_checkpointing_enable(options)
+
+    def forward(self, **inputs: Any) -> Any:
+        """As a token-classification model: ``logits`` float ``[b, T, 1]``."""
+        return SimpleNamespace(logits=self.score(self.base(**inputs)[0]))
 
 
 def load_value_model(
@@ -45,14 +70,19 @@ def load_value_model(
     device: str = "cpu",
     trust_remote_code: bool = False,
     gradient_checkpointing: bool = False,
+    attention: Optional[str] = None,
 ) -> Any:
     """A float32 critic on ``device``, from a critic's or a causal language model's directory.
 
     Raises:
-        OSError, ValueError: no model, or one whose architecture has no scalar head in
-            transformers (from transformers).
+        OSError, ValueError: no model (from transformers).
     """
-    from transformers import AutoModelForTokenClassification
+    from transformers import (
+        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+        AutoConfig,
+        AutoModel,
+        AutoModelForTokenClassification,
+    )
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
@@ -60,19 +90,27 @@ def load_value_model(
     with LOADING:
         transformers_logging.set_verbosity_error()  # "newly initialised head" is what we want
         try:
-            model: Any = AutoModelForTokenClassification.from_pretrained(
-                str(model_path),
-                num_labels=1,
-                dtype=torch.float32,
-                attn_implementation="sdpa",
-                trust_remote_code=trust_remote_code,
-            )
+            path = str(model_path)
+            config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+            options: dict[str, Any] = {
+                "dtype": torch.float32,
+                "attn_implementation": attention_implementation(config, attention),
+                "trust_remote_code": trust_remote_code,
+            }
+            names = config.architectures or []
+            model: Any
+            if names == [ValueModel.__name__]:
+                model = ValueModel(AutoModel.from_config(config, **options))
+                model.load_state_dict(dict(read_safetensors(str(Path(path) / WEIGHTS_FILE))))
+            elif type(config) in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
+                of_tokens = AutoModelForTokenClassification
+                model = of_tokens.from_pretrained(path, num_labels=1, **options)
+            else:
+                model = ValueModel(AutoModel.from_pretrained(path, **options))
         finally:
             transformers_logging.set_verbosity(verbosity)
-    config = Path(model_path) / "config.json"
-    known = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    names = known.get("architectures") or []
-    if not any(name.endswith("ForTokenClassification") for name in names):
+    is_new = not any(name.endswith("ForTokenClassification") for name in names)
+    if is_new and not isinstance(model, ValueModel):
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.partition(".")[0] in HEAD_NAMES:
@@ -86,13 +124,13 @@ class ValueScorer:
     def __init__(self, model: Any, autocast: Optional[torch.dtype] = None) -> None:
         self.model = model
         self.autocast = autocast
+        self._padding = padding_inputs(model.base if isinstance(model, ValueModel) else model)
 
     def __call__(self, micro: MicroBatch) -> Tensor:
         """Values of the response tokens: float32 ``[b, R]``."""
         inputs: dict[str, Any] = {"input_ids": micro.input_ids[:, :-1], "use_cache": False}
         if micro.padded_left:
-            mask = micro.attention_mask[:, :-1]
-            inputs |= {"attention_mask": mask, "position_ids": positions(mask)}
+            inputs |= self._padding(micro.attention_mask[:, :-1])
         device = micro.input_ids.device.type
         with torch.autocast(device, self.autocast, enabled=self.autocast is not None):
             values = self.model(**inputs).logits[:, -micro.response_width :, 0]

@@ -73,7 +73,7 @@ from trinity_dask.trainer.step.row_metrics import (
     row_lengths,
 )
 from trinity_dask.trainer.step.utilisation import Meter, model_flops, peak_tflops
-from trinity_dask.weights.broadcast import WeightGroup, lay_out, make_group, send, tensor_meta
+from trinity_dask.weights.broadcast import WeightGroup, lay_out, make_group, send
 from trinity_dask.weights.checksum import Digest
 from trinity_dask.weights.files import write_weights
 from trinity_dask.weights.memory import SharedFiles
@@ -239,10 +239,11 @@ class TrainerRank:
             engine.load_state_dict(read_state(checkpoint).get("algorithm", {}))
         # padding is masked everywhere, so any valid id serves
         pad = getattr(model.config, "pad_token_id", None)
+        pad = pad if pad is not None and 0 <= pad < model.config.vocab_size else 0
         peak = peak_tflops(self.cfg.trainer.peak_tflops, self.device, engine.policy.autocast)
         meter = Meter(model_flops(model), peak, whole=self.cfg.model.lora.rank == 0)
         freeze_loaded()
-        self._loaded = _Loaded(engine, model_path, 0 if pad is None else int(pad), meter, group)
+        self._loaded = _Loaded(engine, model_path, int(pad), meter, group)
         return {
             "parameters": sum(p.numel() for p in model.parameters()),
             "trained": sum(t.numel() for t in engine.policy.named.values()),
@@ -282,6 +283,7 @@ class TrainerRank:
             gradient_checkpointing=cfg.trainer.gradient_checkpointing,
             lora=cfg.model.lora,
             fused_kernels=cfg.trainer.fused_kernels != "off",
+            attention=cfg.model.attn_implementation,
         )
         teacher = load_teacher(cfg, spec, model, self.device)
         reference = load_reference(cfg, spec, model_path, self.device, model)
@@ -377,8 +379,7 @@ class TrainerRank:
     # weights ----------------------------------------------------------------------------
     async def weight_meta(self) -> tuple[TensorMeta, ...]:
         """Names, wire dtypes and shapes, in sending order: the model, or only its adapter."""
-        named = self._now.engine.policy.named
-        return tensor_meta(named.items(), self.cfg.model.dtype)
+        return self._now.engine.policy.wire_meta(self.cfg.model.dtype)
 
     async def vocab_size(self) -> int:
         """Token ids below it are valid."""
@@ -420,7 +421,7 @@ class TrainerRank:
         if now.laid_out != layout:
             lay_out(now.engine.policy.named, *layout)
             now.laid_out = layout
-        named = now.engine.policy.full_weights()
+        named = now.engine.policy.full_weights(hub=True)
         if group is not None and group.generation == update.generation:
             digest = send(group, named, *layout)
         else:
@@ -441,8 +442,10 @@ class TrainerRank:
     ) -> WeightReceipt:
         """Write the current weights to a file, or an fsspec URL, that appears whole."""
         start = time.perf_counter()
-        dtype = torch_dtype(self.cfg.model.dtype)
-        named = ((name, t.to(dtype)) for name, t in self._now.engine.policy.full_weights())
+        policy = self._now.engine.policy
+        meta = {each.name: each.dtype for each in policy.wire_meta(self.cfg.model.dtype)}
+        weights = policy.full_weights(hub=True)
+        named = ((name, tensor.to(getattr(torch, meta[name]))) for name, tensor in weights)
         digest = Digest()
         if self.sharded and self.rank > 0:
             for _ in named:  # rank 0 needs this rank's shards

@@ -17,6 +17,7 @@ from typing import Any, Optional
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trinity_dask.algorithm.aggregate import Denominator, token_share
@@ -44,6 +45,7 @@ from trinity_dask.trainer.step.critic import Critic
 from trinity_dask.trainer.step.step_advantages import drop_unscored, estimate
 from trinity_dask.trainer.step.variance import ENERGY, probability_energy, step_variance
 
+UNLIKELY = -1e4  # a logit whose probability is 0, and whose logarithm is finite
 VOCABULARY = frozenset(("entropys", "necs"))  # what needs all logits of a token
 # name in a loss's signature -> tensor of the micro-batch
 FIELDS = {
@@ -356,7 +358,10 @@ class StepEngine:
         if spec.uses_teacher_logits and self.teacher is not None:
             with torch.no_grad(), self.teacher.on_device():
                 teacher = self.teacher.scorer(self.temperature)
-                inputs["teacher_logits"] = teacher.response_logits(micro)
+                logits = teacher.response_logits(micro)
+                # as wide as the policy's: what lies beyond the tokens is padding
+                wider = self.policy.module.config.vocab_size - logits.shape[-1]
+                inputs["teacher_logits"] = F.pad(logits, (0, wider), value=UNLIKELY)
         weights: dict[str, Tensor] = {}
         if spec.correction.active and old is not None:
             weights["weights"] = spec.correction.weights(

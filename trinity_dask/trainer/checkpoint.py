@@ -1,0 +1,19 @@
+"""The earlier path of :mod:`trinity_dask.trainer.checkpoints.checkpoint`.
+
+Invariant: nothing is defined here, and nothing is loaded before it is used.
+"""
+
+from __future__ import annotations
+
+from trinity_dask import lazy
+
+_NAMES = (
+    "complete_checkpoints",
+    "is_complete",
+    "latest_complete",
+    "read_state",
+    "write_checkpoint",
+)
+_SOURCES = dict.fromkeys(_NAMES, "trinity_dask.trainer.checkpoints.checkpoint")
+__all__ = list(_SOURCES)
+__getattr__ = lazy.names(__name__, _SOURCES)
