@@ -14,6 +14,7 @@ from typing import Optional
 
 from trinity_dask import __version__
 from trinity_dask.config.errors import EXIT_CODE, ConfigError, hint
+from trinity_dask.config.secrets import shown_text
 
 EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 
@@ -50,11 +51,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     try:
         return int(importlib.import_module(f"{__name__}.{args[0]}").main(args[1:]))
     except ConfigError as error:
-        for line in str(error).splitlines():
+        for line in shown_text(str(error)).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return EXIT_CODE
     except CommandError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {shown_text(str(error))}", file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

@@ -31,7 +31,7 @@ def saved_stages(job_dir: str | Path) -> list[Config]:
     if not files:
         raise CommandError(f"{root} holds no run: no config.yaml in it or directly below it")
     for path in sorted(files, key=lambda path: path.stat().st_mtime):
-        config = from_yaml(path)
+        config = from_yaml(path, lenient=True)
         before, config.job_dir = str(config.job_dir), str(path.parent)
         store = config.buffer.trainer_input.experience_buffer
         if store.path is not None and store.path.startswith(before):

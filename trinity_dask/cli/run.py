@@ -47,6 +47,7 @@ from trinity_dask.config.hints import (
 from trinity_dask.config.job_dir import is_finished, stage_file
 from trinity_dask.config.paths import conf_dir, groups
 from trinity_dask.config.schema import Config
+from trinity_dask.config.secrets import shown, shown_override, shown_text
 from trinity_dask.launcher.job_lock import is_locked
 from trinity_dask.run.names import check_names
 
@@ -203,7 +204,7 @@ def job_label(number: int, swept: Sequence[str]) -> str:
     changed sweep does not resume others' jobs.
     """
     text = ",".join(item.lstrip("+~") for item in swept)
-    short = re.sub(r"[^\w.,=+-]", "-", text)
+    short = re.sub(r"[^\w.,=+-]", "-", ",".join(shown_override(i.lstrip("+~")) for i in swept))
     if len(short) > MAX_LABEL or short != text:
         short = f"{short[:MAX_LABEL]}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
     return f"{number}_{short}" if short else str(number)
@@ -222,9 +223,23 @@ def record_overrides(
         return
     folder = Path(job) / ".hydra"
     folder.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(tree, folder / "config.yaml")
-    OmegaConf.save(OmegaConf.create(list(overrides)), folder / "overrides.yaml")
-    OmegaConf.save(OmegaConf.create({"hydra": hydra_config}), folder / "hydra.yaml")
+    of_hydra = _without_secrets(OmegaConf.to_container(OmegaConf.create({"hydra": hydra_config})))
+    composed = shown(OmegaConf.to_container(tree))
+    OmegaConf.save(OmegaConf.create(composed), folder / "config.yaml")
+    OmegaConf.save(OmegaConf.create([*map(shown_override, overrides)]), folder / "overrides.yaml")
+    OmegaConf.save(OmegaConf.create(of_hydra), folder / "hydra.yaml")
+
+
+def _without_secrets(tree: Any) -> Any:
+    """What Hydra notes of a command: overrides stand in several of its texts."""
+    if isinstance(tree, dict):
+        return {key: _without_secrets(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_without_secrets(value) for value in tree]
+    if not isinstance(tree, str) or "=" not in tree:
+        return tree
+    # of several, as in override_dirname, and of one
+    return shown_text(tree) if "," in tree.partition("=")[2] else shown_override(tree)
 
 
 # one run in the terminal ----------------------------------------------------------------

@@ -24,10 +24,23 @@ from distributed import Scheduler, Worker
 
 from trinity_dask.cluster import warden
 from trinity_dask.cluster.context import remember_worker
+from trinity_dask.config.secrets import shown_text
 
 LOG_DIR_ENV = "TRINITY_DASK_LOG_DIR"
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 TERMINATE_S = 2.0
+
+
+class LogFormatter(logging.Formatter):
+    """The form of our log lines; secrets of the configuration are masked in them."""
+
+    def __init__(self) -> None:
+        super().__init__(LOG_FORMAT)
+
+    def format(self, record: logging.LogRecord) -> str:
+        return shown_text(super().format(record))
+
+
 _SPARED = warden.SPARED.decode()
 
 _guarded_pid: int | None = None
@@ -114,7 +127,7 @@ def redirect_output(path: Path) -> None:
     os.close(fd)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    handler.setFormatter(LogFormatter())
     logger = logging.getLogger("trinity_dask")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

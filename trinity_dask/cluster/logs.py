@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-from trinity_dask.cluster.guard import LOG_FORMAT
+from trinity_dask.cluster.guard import LogFormatter
 
 DRIVER_LOG = "driver.log"
 
@@ -32,7 +32,7 @@ def driver_log(directory: Path | None) -> Iterator[None]:
     if directory is not None:
         directory.mkdir(parents=True, exist_ok=True)
         handler = logging.FileHandler(directory / DRIVER_LOG)
-        handler.setFormatter(logging.Formatter(LOG_FORMAT))
+        handler.setFormatter(LogFormatter())
     try:
         for logger in loggers:
             if handler is None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Optional
 
 from trinity_dask.config.schema import Config
+from trinity_dask.config.secrets import shown
 from trinity_dask.files import read_json, write_json, write_text
 
 
@@ -65,7 +65,7 @@ class StateManager:
 
     def _check_config(self, config: Config) -> None:
         path = Path(self.cache_dir, "config.json")
-        now = json.loads(json.dumps(asdict(config)))
+        now = json.loads(json.dumps(shown(config)))
         before = read_json(path)
         if before is None:
             write_json(path, now)

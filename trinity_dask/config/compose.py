@@ -7,13 +7,15 @@ A derived key is filled in only while it is ``None``, so resolving twice changes
 value that a user gave always stays. Each stage is the base with the stage's keys merged over it,
 key by key; what a stage does not mention it inherits, only the functions of an algorithm not by a
 stage with another ``algorithm_type``, since they belong to the algorithm. ``from_yaml(save(cfg))``
-is equal to ``cfg``; a file appears complete or not at all. Needs Hydra, neither torch nor dask.
+is equal to ``cfg`` but for literal secrets; a file appears complete or not at all. Needs Hydra,
+neither torch nor dask.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import json
 import os
 import re
 import warnings
@@ -53,6 +55,7 @@ from trinity_dask.config.schema import (
     ModelConfig,
     TasksetConfig,
 )
+from trinity_dask.config.secrets import masked_keys, missing_variables, shown, veil
 from trinity_dask.files import write_text
 
 VERSION_BASE = "1.3"
@@ -89,10 +92,16 @@ def compose_tree(
     return tree
 
 
-def to_config(tree: DictConfig) -> Config:
-    """The typed configuration of a composed tree, interpolations resolved, nothing derived."""
+def to_config(tree: DictConfig, lenient: bool = False) -> Config:
+    """The typed configuration of a composed tree, interpolations resolved, nothing derived.
+
+    ``lenient``: a text keeps the interpolation of an environment variable that is not there.
+    """
     raise_if(list(find_unknown(cast(dict[str, Any], OmegaConf.to_container(tree)))))
     try:
+        for key, text in list(_texts(OmegaConf.to_container(tree))) if lenient else ():
+            if missing_variables(text):
+                OmegaConf.update(tree, key, text.replace("${", "\\${"))
         # before a merge over the schema turns a preset's ??? into the default
         missing = sorted(OmegaConf.missing_keys(tree))
         raise_if([f"{key} must be set: add {key}=..." for key in missing])
@@ -105,9 +114,21 @@ def to_config(tree: DictConfig) -> Config:
             # before interpolations that contain it are resolved, so that they are absolute too
             root = os.path.abspath(os.path.expanduser(root))
             OmegaConf.update(typed, "checkpoint_root_dir", root)
-        return cast(Config, OmegaConf.to_object(typed))
+        written = OmegaConf.to_container(typed)
+        if lenient:
+            written = json.loads(json.dumps(written).replace(r"\\${", "${"))
+        return veil(cast(Config, OmegaConf.to_object(typed)), written)
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error)) from error
+
+
+def _texts(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted keys and values of the texts in plain containers."""
+    if isinstance(tree, dict | list):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from _texts(value, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(tree, str):
+        yield prefix, tree
 
 
 def resolve(cfg: DictConfig | Config) -> Config:
@@ -427,7 +448,9 @@ def _merge(base: Config, stage: Mapping[str, Any], index: int) -> Config:
     if base.mode == "bench":  # of all stages, whatever each of them once ran
         stage = {key: value for key, value in stage.items() if key != "mode"}
     try:
-        tree = OmegaConf.unsafe_merge(OmegaConf.structured(inherited), dict(stage))
+        # texts that are veiled are objects to OmegaConf
+        start = OmegaConf.structured(inherited, flags={"allow_objects": True})
+        tree = OmegaConf.unsafe_merge(start, dict(stage))
         return resolve_config(cast(Config, OmegaConf.to_object(cast(DictConfig, tree))))
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error, prefix=f"stages.{index}.")) from error
@@ -435,8 +458,11 @@ def _merge(base: Config, stage: Mapping[str, Any], index: int) -> Config:
 
 # files --------------------------------------------------------------------------------
 def to_yaml(cfg: Config) -> str:
-    """Every key with its value, in the order of the dataclasses."""
-    return OmegaConf.to_yaml(OmegaConf.structured(cfg))
+    """Every key with its value, in the order of the dataclasses; no secret is in it.
+
+    What came from the environment is written as its interpolation.
+    """
+    return OmegaConf.to_yaml(OmegaConf.create(shown(cfg)))
 
 
 def save(cfg: Config, path: str | os.PathLike[str]) -> Path:
@@ -445,11 +471,15 @@ def save(cfg: Config, path: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
-def from_yaml(path: str | os.PathLike[str]) -> Config:
+def from_yaml(path: str | os.PathLike[str], lenient: bool = False) -> Config:
     """Read a saved or hand-written configuration; keys it lacks keep their defaults.
 
+    ``lenient``, for one that is only looked at: secrets that were masked stay so, and variables
+    that this environment does not have stay interpolations.
+
     Raises:
-        ConfigError: the file is missing, not YAML, or has unknown keys or wrong types.
+        ConfigError: the file is missing, not YAML, or has unknown keys or wrong types; it holds
+            masked values.
     """
     try:
         tree = OmegaConf.load(os.fspath(path))
@@ -460,4 +490,12 @@ def from_yaml(path: str | os.PathLike[str]) -> Config:
         raise ConfigError(f"{os.fspath(path)} is not a YAML configuration: {reason}") from error
     if not isinstance(tree, DictConfig):
         raise ConfigError(f"{os.fspath(path)} holds a list; a configuration is a mapping")
-    return to_config(cast(DictConfig, tree))
+    if not lenient:
+        raise_if(
+            [
+                f"{key} is masked in {os.fspath(path)}: a secret is not saved; set it as "
+                f"{key}=${{oc.env:NAME}}, which is"
+                for key in masked_keys(OmegaConf.to_container(tree))
+            ]
+        )
+    return to_config(cast(DictConfig, tree), lenient)

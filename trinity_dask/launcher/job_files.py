@@ -7,12 +7,12 @@ configuration; one that is given more steps is not finished.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from trinity_dask.config import Config, ConfigError, from_yaml
 from trinity_dask.config.job_dir import is_finished, stage_file
+from trinity_dask.config.secrets import shown
 
 # may differ between two runs of the same job: where it runs, what it shows, where a stage
 # takes its start model from
@@ -92,7 +92,8 @@ def _changed(stage: Config) -> Iterator[tuple[str, tuple[Any, Any]]]:
     saved = config_file(stage)
     if not saved.is_file():
         return
-    before, now = (dict(_flat(asdict(c))) for c in (from_yaml(saved), stage))
+    # as they are written: another value of the same variable is the same configuration
+    before, now = (dict(_flat(shown(c))) for c in (from_yaml(saved, lenient=True), stage))
     for key in before.keys() | now.keys():
         if before.get(key) != now.get(key) and not key.startswith(_FREE):
             yield key, (before.get(key), now.get(key))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Optional
 
 from trinity_dask.aio import Changes, ended
+from trinity_dask.config.secrets import shown_text
 from trinity_dask.launcher.accounts import Accounts, AccountsError
 
 if TYPE_CHECKING:
@@ -41,12 +42,12 @@ def end_of(error: Optional[BaseException], stopping: bool) -> End:
 
 
 def describe(error: BaseException) -> str:
-    """One line: the type, the message, and the root cause when it says more."""
+    """The type, the message, and the root cause when it says more; without secrets."""
     line = f"{type(error).__name__}: {error}"
     cause = error.__cause__
     if cause is not None and str(cause) not in line:
         line += f" (caused by {type(cause).__name__}: {cause})"
-    return line
+    return shown_text(line)
 
 
 class StatusBoard:

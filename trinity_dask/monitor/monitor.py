@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trinity_dask.config.schema import MonitorConfig
+from trinity_dask.config.secrets import shown, shown_text
 from trinity_dask.files import create_durably
 from trinity_dask.monitor import trackers  # noqa: F401  (registers its sinks)
 from trinity_dask.monitor.history import as_floats, metrics_path, read_lines
@@ -26,7 +27,8 @@ logger = logging.getLogger("trinity_dask.monitor")
 class Monitor:
     """Metrics of one role (``explorer``, ``trainer``) of one job.
 
-    ``config_dict`` is the resolved configuration as plain containers; trackers show it.
+    ``config_dict`` is the resolved configuration as plain containers; trackers show it, without
+    its secrets.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class Monitor:
             run_name=run_name or self._job_dir.name,
             run_id=run_id(self._job_dir),
             incarnation=max(before, default=0) + 1,
-            config=config,
+            config=shown(config),
         )
 
     def _open_sink(self, name: str) -> None:
@@ -121,7 +123,7 @@ class Monitor:
             "metrics sink %s failed and is off for the rest of this run: %s: %s",
             name,
             type(error).__name__,
-            error,
+            shown_text(str(error)),
         )
         # last, so that close() waits for the warning of a sink that is just failing
         self._sinks.pop(name, None)
