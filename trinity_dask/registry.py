@@ -270,6 +270,10 @@ def _found_in(directory: str, name: str) -> Optional[importlib.machinery.ModuleS
     return None if spec is None or (spec.loader is None and not named) else spec
 
 
+#: a package that users' code may import without having it -> the module that stands for it
+_STAND_INS = {"trinity": f"{__package__}.compat.trinity"}
+
+
 class _UserCode(importlib.abc.MetaPathFinder):
     """Finds what the finders before it do not: users' files, and what lies beside them."""
 
@@ -290,7 +294,10 @@ class _UserCode(importlib.abc.MetaPathFinder):
                 if spec.submodule_search_locations is None and str(spec.origin).endswith(".py"):
                     spec = importlib.machinery.ModuleSpec(name, _Neighbour(), origin=spec.origin)
                 return spec
-        return None
+        if here is None or name not in _STAND_INS:
+            return None
+        importlib.import_module(_STAND_INS[name])  # which puts the package into sys.modules
+        return sys.modules[name].__spec__
 
 
 class _File(importlib.machinery.SourceFileLoader):

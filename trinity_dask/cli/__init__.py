@@ -18,7 +18,7 @@ from trinity_dask.config.secrets import shown_text
 
 EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 
-#: command -> what it is for; the module of the same name in this package has ``main(args)``
+#: command -> what it is for; the module of that name (``-`` as ``_``) here has ``main(args)``
 COMMANDS = {
     "run": "run a job: presets and key=value overrides (Hydra)",
     "validate": "check a configuration and show it, run nothing",
@@ -27,6 +27,7 @@ COMMANDS = {
     "samples": "show experiences of a job: prompt, response, reward",
     "worker": "add a worker to a running scheduler by hand",
     "convert": "checkpoints to Hugging Face directories (merges adapters)",
+    "import-trinity": "a configuration of Trinity-RFT as one of ours",
     "doctor": "versions, cores, GPUs, ports and disk of this machine",
 }
 
@@ -49,7 +50,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         print(f"error: unknown command {args[0]!r}; {nearest}", file=sys.stderr)
         return EXIT_CODE
     try:
-        return int(importlib.import_module(f"{__name__}.{args[0]}").main(args[1:]))
+        module = importlib.import_module(f"{__name__}.{args[0].replace('-', '_')}")
+        return int(module.main(args[1:]))
     except ConfigError as error:
         for line in shown_text(str(error)).splitlines():
             print(f"error: {line}", file=sys.stderr)

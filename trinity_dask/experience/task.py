@@ -10,6 +10,18 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 
+class Args(dict[str, Any]):
+    """A mapping whose entries are attributes too, as Trinity-RFT's workflows read them.
+
+    A parameter that is not given is None.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what copy and pickle ask for
+            raise AttributeError(name)
+        return self.get(name)
+
+
 @dataclass
 class Task:
     """One question of a taskset, and how often and by which workflow it is answered.
@@ -39,6 +51,7 @@ class Task:
     source: str = ""
 
     def __post_init__(self) -> None:
+        self.format_args, self.rollout_args = Args(self.format_args), Args(self.rollout_args)
         if self.repeat_times < 1:
             raise ValueError(f"a task is run at least once (got repeat_times={self.repeat_times})")
 

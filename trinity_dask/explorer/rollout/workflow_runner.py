@@ -384,7 +384,9 @@ class WorkflowRunner:
         with no_exit():  # the constructor and reset are user code too
             workflow = idle.pop() if idle else None
             if workflow is None or workflow.task.rollout_args != task.rollout_args:
-                workflow = cls(task, self._make_model(task.rollout_args), self._auxiliary)
+                model = self._make_model(task.rollout_args)
+                # by name: Trinity-RFT's workflows take nothing else
+                workflow = cls(task=task, model=model, auxiliary_models=self._auxiliary)
             else:
                 workflow.model.clean_workflow_state()
                 workflow.reset(task)
