@@ -15,8 +15,8 @@ from typing import Any, Optional
 
 from trinity_dask.rewards.answers import expression, grammar
 from trinity_dask.rewards.answers.dates import Clock
-from trinity_dask.rewards.answers.forms import parsed, read, split_top
-from trinity_dask.rewards.answers.grammar import Node
+from trinity_dask.rewards.answers.forms import read
+from trinity_dask.rewards.answers.grammar import Node, parsed
 from trinity_dask.rewards.answers.kinds import (
     Assigned,
     Form,
@@ -30,7 +30,7 @@ from trinity_dask.rewards.answers.kinds import (
     Text,
     Value,
 )
-from trinity_dask.rewards.answers.notation import clean
+from trinity_dask.rewards.answers.notation import clean, split_top
 from trinity_dask.rewards.answers.units import CURRENCIES, DEGREE, DOZEN, PERCENT, POUND, Unit
 from trinity_dask.rewards.answers.words import text_key
 
@@ -47,6 +47,11 @@ _FENCED = re.compile(
     r"[=<>,:;&]|\\(?:ldots|equiv|[pb]?mod|cap|cup|subset\w*|begin|forall|exists|neg|lnot|land|lor|"
     r"mid|parallel|perp|cong|triangle|angle)(?![A-Za-z])"
 )
+_DOMAIN = re.compile(
+    r"\s*[,;(]\s*(?:(?:where|for|with)\s+)?[a-z](?:\s*,\s*[a-z])*\s*\\in\s*"
+    r"\\mathbb\s*\{?\s*[ZNQRC]\s*\}?(?:\s*\^?\s*\{?[+*]\}?)?\s*\)?\.?$"
+)
+_SAID = re.compile(r"^(?:the\s+)?(?:final\s+)?answer\s*(?:is|=|:)\s*", re.IGNORECASE)
 _BOUNDS = re.compile(r"_\s*\{[^{}]*\}")
 # 3,4 is rather a list, and 1,234 a thousand
 _DECIMAL_COMMA = re.compile(
@@ -68,6 +73,7 @@ _CHOICE = re.compile(
     r"(?P<rest>\s*[.:,)-].*|\s+.*)?$",
     re.DOTALL,
 )
+_CHOSEN = re.compile(r"^\(\s*[A-J]\s*\)[\s.:]*([^\s,;].*)$")
 _LETTER = re.compile(r"^[A-J]$")
 _YES_NO = re.compile(r"^(yes|no|true|false)\b\s*(?=$|[,.;:!])", re.IGNORECASE)
 _ANOTHER = re.compile(r"\s*(?:,|and\b|or\b|&|/)\s*\(?[A-J]\b(?!\w)")
@@ -79,6 +85,7 @@ def compare(answer: str, truth: str) -> Optional[bool]:
     if max(len(answer), len(truth)) > grammar.MAX_CHARACTERS:
         return text_key(answer[:MAX_TEXT]) == text_key(truth[:MAX_TEXT])
     plain_answer, plain_truth = clean(answer), clean(truth)
+    plain_answer = _SAID.sub("", plain_answer) or plain_answer
     if not plain_answer or not plain_truth:
         return False
     if text_key(plain_answer) == text_key(plain_truth):
@@ -93,6 +100,7 @@ def compare(answer: str, truth: str) -> Optional[bool]:
     answer, truth = _APPROXIMATE.sub("", plain_answer), _APPROXIMATE.sub("", plain_truth)
     if places is not None:
         truth = _ROUNDED.sub("", truth)
+    answer, truth = (_DOMAIN.sub("", text).strip() or text for text in (answer, truth))
     wanted = read(truth)
     found = read(answer)
     if places is not None and _rounds_to(found, wanted, places):
@@ -101,6 +109,8 @@ def compare(answer: str, truth: str) -> Optional[bool]:
     if verdict is not True and isinstance(wanted, Value):
         loose = _loosely(answer, wanted)
         verdict = loose or verdict
+    if verdict is not True and (chosen := _CHOSEN.match(answer)):
+        return compare(chosen[1], truth)  # "(A) 12", where the truth is no letter
     if verdict is not True and isinstance(found, Value):
         verdict = _in_parts(truth, found) or verdict
     if verdict is None and any(_FENCED.search(_BOUNDS.sub("", text)) for text in (answer, truth)):
@@ -319,7 +329,7 @@ def _factors(found: Optional[Unit], wanted: Optional[Unit]) -> list[tuple[Node, 
         if money and 1 in (len(found.bases), len(wanted.bases)):
             return [(one, one)]  # dollars, and dollars per day
         names = {base for base, _ in (*found.bases, *wanted.bases)}
-        alike = names <= {"degree", "celsius"} or names <= {"degree", "fahrenheit"}
+        alike = names <= {"degree", "celsius", "C"} or names <= {"degree", "fahrenheit"}
         alike |= POUND in (found, wanted) and names == {"kg", "gbp"}
         dollars = names <= {"yen", "jpy"} or names <= {"yen", "cny"}
         return [(one, one)] if alike or dollars or not found.bases or not wanted.bases else []

@@ -17,6 +17,12 @@ _CLOCK = re.compile(
     r"(?:\s+(?:in the|at)\s+(?P<part>morning|afternoon|evening|night))?$",
     re.IGNORECASE,
 )
+_HOURS = tuple(
+    "one two three four five six seven eight nine ten eleven twelve".split()  # noqa: SIM905
+)
+_PAST = re.compile(
+    r"^(?:a )?(half|quarter|\d{1,2}(?= past)) (past|to) (\d{1,2}|" + "|".join(_HOURS) + ")$"
+)
 _NAMES = {"noon": (12 * 3600, "pm"), "midday": (12 * 3600, "pm"), "midnight": (0, "am")}
 _MONTHS = [
     "january", "february", "march", "april", "may", "june", "july", "august", "september",
@@ -68,6 +74,11 @@ class Date:
 
 def read_clock(text: str) -> Optional[Clock]:
     """``9:00``, ``9 a.m.``, ``21:30:15``, ``9 o'clock``, ``noon``; None for anything else."""
+    if past := _PAST.match(text.lower()):
+        minutes = {"half": 30, "quarter": 15}.get(past[1]) or int(past[1])
+        hour = int(past[3]) if past[3].isdigit() else _HOURS.index(past[3]) + 1
+        seconds = hour * 3600 + minutes * (60 if past[2] == "past" else -60)
+        return Clock(seconds, "") if minutes < 60 and hour < 13 else None
     if text.lower() in _NAMES:
         return Clock(*_NAMES[text.lower()])
     found = _CLOCK.match(text)

@@ -10,12 +10,11 @@ import re
 from collections.abc import Iterator
 from fractions import Fraction
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any, Optional
 
 from trinity_dask.rewards.answers import expression, grammar
 from trinity_dask.rewards.answers.dates import read_clock, read_date
-from trinity_dask.rewards.answers.grammar import Node, Unreadable
+from trinity_dask.rewards.answers.grammar import Node, Unreadable, parsed
 from trinity_dask.rewards.answers.kinds import (
     EMPTY,
     Assigned,
@@ -30,8 +29,22 @@ from trinity_dask.rewards.answers.kinds import (
     Text,
     Value,
 )
-from trinity_dask.rewards.answers.notation import clean, joined_thousands, spelled_numbers
-from trinity_dask.rewards.answers.units import MONEY, Unit, lookup, parse_unit
+from trinity_dask.rewards.answers.notation import (
+    clean,
+    joined_thousands,
+    spelled_numbers,
+    split_top,
+)
+from trinity_dask.rewards.answers.regions import (
+    INFINITE,
+    common,
+    inequality,
+    interval,
+    interval_without,
+    overlap,
+    reals_without,
+)
+from trinity_dask.rewards.answers.units import DOZEN, MONEY, Unit, lookup, parse_unit
 from trinity_dask.rewards.answers.words import text_key
 
 MAX_ITEMS = 60
@@ -40,28 +53,29 @@ MAX_UNIT_CHARACTERS = 60
 
 
 _SECONDS = (("s", 1),)
-_INFINITE = ("const", "infty")
-_REALS = Region((Interval(("neg", _INFINITE), _INFINITE, False, False),))
+_REALS = Region((Interval(("neg", INFINITE), INFINITE, False, False),))
 
 _CLOSED_BY = {"(": ")", "[": "]", "{": "}"}
 _NAMED: dict[str, Form] = {
-    "\\emptyset": EMPTY, "empty set": EMPTY, "the empty set": EMPTY, "no solution": EMPTY,
-    "no solutions": EMPTY, "no real solution": EMPTY, "no real solutions": EMPTY,
+    "\\emptyset": EMPTY, "none": EMPTY, "empty set": EMPTY, "the empty set": EMPTY,
+    "no solution": EMPTY, "no solutions": EMPTY, "no real solution": EMPTY,
+    "no real solutions": EMPTY,
     "\\mathbb{R}": _REALS, "all real numbers": _REALS, "all reals": _REALS,
-    "infinite": Value((_INFINITE,)), "infinity": Value((_INFINITE,)),
-    "positive infinity": Value((_INFINITE,)), "inf": Value((_INFINITE,)),
-    "-infinity": Value((("neg", _INFINITE),)), "negative infinity": Value((("neg", _INFINITE),)),
+    "infinite": Value((INFINITE,)), "infinity": Value((INFINITE,)),
+    "positive infinity": Value((INFINITE,)), "inf": Value((INFINITE,)),
+    "-infinity": Value((("neg", INFINITE),)), "negative infinity": Value((("neg", INFINITE),)),
 }  # fmt: skip
 _SYMBOL = r"(?:[A-Za-z]|\\(?!in|cup|leq|geq|neq|pm)[A-Za-z]+)(?:_\{?\w{1,10}\}?)?'?"
 _LABEL = re.compile(
-    rf"^(?:[A-Z]{{2,4}}|m?\s*\\angle\s*[A-Z]{{1,3}}|(?:\\frac\s*)?\{{?d[a-z]\}}?/?\{{?d[a-z]\}}?|{_SYMBOL}(?:\s*\(\s*{_SYMBOL}(?:\s*,\s*{_SYMBOL})*\s*\))?)$"
+    rf"^(?:[A-Z]{{2,4}}|\|\s*[A-Z]{{2}}\s*\||\\(?:det|dim|deg|ker)\s*\(?\s*[A-Za-z]\s*\)?|m?\s*\\angle\s*[A-Z]{{1,3}}|(?:\\frac\s*)?\{{?d[a-z]\}}?/?\{{?d[a-z]\}}?|{_SYMBOL}(?:\^\s*\{{?-1\}}?(?=\s*\())?(?:\s*\(\s*{_SYMBOL}(?:\s*,\s*{_SYMBOL})*\s*\))?)$"
 )
 _POINT_LABEL = re.compile(rf"^\(\s*{_SYMBOL}(?:\s*,\s*{_SYMBOL})*\s*\)$")
+_CHANCE = re.compile(r"^P\s*\([^()]{1,40}\)\s*=\s*(.+)$")
+_COLUMN = re.compile(r"(?<=[)\]])\s*\^\s*\{?\s*(?:T|\\top|\\intercal)\s*\}?$")
 _POINT_NAME = re.compile(r"^[A-Z]\s*(?=\([^()]*,[^()]*\)$)")
 _WORDS_LABEL = re.compile(r"^[A-Za-z][A-Za-z' ()-]{2,60}$")
 _MEMBER = re.compile(rf"^({_SYMBOL})\s*\\in(?![A-Za-z])\s*(.+)$")
 _SIGNS = re.compile(r"\\leq|\\geq|\\neq|[<>=]")
-_FLIPPED = {"<": ">", ">": "<", "\\leq": "\\geq", "\\geq": "\\leq", "=": "=", "\\neq": "\\neq"}
 _MATRIX = re.compile(
     r"^\\begin\{([bpvBV]?matrix|array)\}(?:\{[clr|]+\})?(.*)\\end\{\1\}$", re.DOTALL
 )
@@ -86,6 +100,13 @@ _CURRENCY = re.compile(
 )
 _NOUN = re.compile(r"^(?:[A-Za-z][A-Za-z']{2,}|of|a)(?:[ /-]+(?:[A-Za-z][A-Za-z']+|a))*\.?$")
 _HAN_NOUN = re.compile(r"^[\u4e00-\u9fff]+$")
+_DOZENS = re.compile(r"^dozen(?: [A-Za-z]+){0,2}\.?$")
+_TIMES_MATRIX = re.compile(
+    r"^(?P<times>[^&,;=]{0,30}?)\s*(?:\\cdot\s*|\\times\s*)?"
+    r"(?P<matrix>\\begin\s*\{[pb]matrix\}.*\\end\s*\{[pb]matrix\})"
+    r"\s*(?P<turned>\^\s*\{?\s*(?:T|\\top|\\intercal)\s*\}?)?$",
+    re.DOTALL,
+)
 _NO_NOUNS = "and or to than not is are for times plus minus over mod if else where"
 _NO_NOUN = frozenset(_NO_NOUNS.split())
 _CODE_WORDS = frozenset({"lambda", "def", "class", "elif", "else", "try", "while", "return"})
@@ -107,23 +128,6 @@ def read(text: str, loose: bool = False) -> Form:
     return _Reader(loose).read(clean(text), 0)
 
 
-def split_top(text: str, separator: re.Pattern[str]) -> list[str]:
-    """``text`` cut at the matches of ``separator`` that lie in no bracket."""
-    pieces, start, depth, position = [], 0, 0, 0
-    while position < len(text):
-        character = text[position]
-        if character in "([{":
-            depth += 1
-        elif character in ")]}":
-            depth -= 1
-        elif depth == 0 and (found := separator.match(text, position)):
-            pieces.append(text[start:position])
-            start = position = found.end()
-            continue
-        position += 1
-    return [piece.strip() for piece in (*pieces, text[start:])]
-
-
 def _enclosed(text: str) -> bool:
     """Whether the first bracket is closed by the last character, whatever the kinds."""
     depth = 0
@@ -132,14 +136,6 @@ def _enclosed(text: str) -> bool:
         if depth == 0:
             return position == len(text) - 1
     return False
-
-
-def parsed(text: str) -> Optional[Node]:
-    """The expression, or None."""
-    try:
-        return grammar.parse(text)
-    except (Unreadable, ArithmeticError):
-        return None
 
 
 class _Reader:
@@ -183,6 +179,14 @@ class _Reader:
         system = _SYSTEM.match(text)
         if system is not None and "&" not in system[2]:
             return self._several(", ".join(system[2].split("\\\\")), level)
+        made = _TIMES_MATRIX.match(text)
+        if made and (made["times"] or made["turned"]) and text.count("\\begin") == 1:
+            factor = parsed(made["times"]) if made["times"] not in ("", "-") else None
+            if made["times"] == "-":
+                factor = ("num", Fraction(-1))
+            inner = self._matrix(made["matrix"], level + 1)
+            known = isinstance(inner, Matrix) and (factor is not None or not made["times"])
+            return _scaled(inner, factor, bool(made["turned"])) if known else None
         found = _MATRIX.match(text)
         if found is not None:
             rows = [row for row in re.split(r"\\\\", found[2]) if row.strip()]
@@ -214,7 +218,7 @@ class _Reader:
         ):
             return None
         if all(isinstance(form, Region) for form in forms):
-            return _overlap(forms) or Region(
+            return overlap(forms) or Region(
                 tuple(part for form in forms for part in form.parts), forms[0].of
             )
         names = [form.name if isinstance(form, Assigned) else "" for form in forms]
@@ -228,6 +232,8 @@ class _Reader:
         if member is not None:
             inside = self.read(member[2], level + 1)
             return Region(inside.parts, member[1]) if isinstance(inside, Region) else inside
+        if chance := _CHANCE.match(text):
+            return self.read(chance[1], level + 1)
         approximate = text.split("\\approx")
         if len(approximate) > 1:
             first, last = (approximate[0].strip(), approximate[-1])
@@ -244,7 +250,7 @@ class _Reader:
         nodes = [parsed(piece) for piece in pieces]
         if "=" in signs or any(node is None for node in nodes):
             return None
-        return _inequality([node for node in nodes if node is not None], signs)
+        return inequality([node for node in nodes if node is not None], signs)
 
     def _equation(self, pieces: list[str], level: int) -> Form:
         first, last = pieces[0], pieces[-1]
@@ -259,6 +265,8 @@ class _Reader:
         if re.fullmatch("[a-z]{3}", first) and not _is_product(first):
             left = None  # "sum = 12", "age = 12"
         if left is not None and expression.variables(left) and len(pieces) == 2:
+            if right is not None and expression.equal(left, right):
+                return self.read(last, level + 1)  # x^2 - 4 = (x - 2)(x + 2)
             return None if right is None else Relation("=", left, right)
         if left is not None and not expression.variables(left):
             return self.read(last, level + 1)
@@ -271,15 +279,20 @@ class _Reader:
     def _region(self, text: str, level: int) -> Form:
         without = re.split(r"\\(?:setminus|backslash)(?![A-Za-z])", text)
         if len(without) == 2 and without[0].strip() == "\\mathbb{R}":
-            return _reals_without(self.read(without[1], level + 1))
+            return reals_without(self.read(without[1], level + 1))
+        if len(without) == 2 and (whole := interval(without[0])) is not None:
+            return interval_without(whole.parts[0], self.read(without[1], level + 1))
+        shared = split_top(text, re.compile(r"\\cap(?![A-Za-z])"))
+        if len(shared) == 2:
+            return common([interval(piece) for piece in shared])
         pieces = split_top(text, re.compile(r"\\cup(?![A-Za-z])|(?<=[)\]}])\s*U(?=\s*[(\[\\])"))
         if len(pieces) == 1:
             if text[:1] in ("(", "[", "]") and text[-1:] in (")", "]", "["):
-                return _interval(text, must_differ=True)
+                return interval(text, must_differ=True)
             return None
         parts: list[Any] = []
         for piece in pieces:
-            found = _interval(piece)
+            found = interval(piece)
             if found is not None:
                 parts += found.parts
                 continue
@@ -294,7 +307,7 @@ class _Reader:
 
     def _bracketed(self, text: str, level: int) -> Form:
         kind = "set"
-        text = _POINT_NAME.sub("", text)
+        text = _COLUMN.sub("", _POINT_NAME.sub("", text))
         if text.startswith("\\{") and text.endswith("\\}"):
             inside = text[2:-2]
             if not _balanced(inside):
@@ -348,7 +361,7 @@ class _Reader:
             found = pattern.match(text)
             value = self._value(found[1]) if found else None
             if isinstance(value, Value):
-                return _inequality([_ANY, value.nodes[0]], [sign])
+                return inequality([_ANY, value.nodes[0]], [sign])
         return None
 
     def _measures(self, text: str, level: int) -> Form:
@@ -387,7 +400,7 @@ class _Reader:
         if re.match(r"^-?\d*[.]?\d+,\d+$", text) and not money:
             return None  # a list, or a decimal comma
         for value, tail in self._cuts(text):
-            found = parse_unit(tail)
+            found = DOZEN if _DOZENS.match(tail) else parse_unit(tail)
             apart = len(value) < len(text) - len(tail) or len(tail) > 3
             if found is None and not (self._counts(tail) and (apart or not tail.isascii())):
                 continue
@@ -471,80 +484,16 @@ def _is_product(letters: str) -> bool:
     return len(letters) == 1 or letters in grammar.NAMES or set(letters) <= set("xyz")
 
 
-def _interval(text: str, must_differ: bool = False) -> Optional[Region]:
-    r"""``(1, 2]``. With ``must_differ`` only what can be no tuple: unequal brackets, infinity."""
-    text = text.strip()
-    if len(text) < 5 or text[0] not in "([]" or text[-1] not in ")][":
+def _scaled(matrix: Matrix, factor: Optional[Node], turned: bool) -> Optional[Matrix]:
+    """``2 A`` and ``A^T`` of a matrix whose items are values."""
+    rows = tuple(zip(*matrix.rows, strict=True)) if turned else matrix.rows
+    if factor is None:
+        return Matrix(rows)
+    if not all(isinstance(item, Value) for row in rows for item in row):
         return None
-    ends = split_top(text[1:-1], re.compile("[,;]"))
-    has_low, has_high = text[0] == "[", text[-1] == "]"
-    same = has_low == has_high and text[0] != "]"
-    if len(ends) != 2 or (must_differ and same and "\\infty" not in text):
-        return None
-    low, high = parsed(joined_thousands(ends[0])), parsed(joined_thousands(ends[1]))
-    if low is None or high is None:
-        return None
-    return Region((Interval(low, high, has_low, has_high),))
-
-
-def _inequality(nodes: list[Node], signs: list[str]) -> Form:
-    if len(nodes) == 3 and nodes[1][0] == "var" and len({s in ("<", "\\leq") for s in signs}) == 1:
-        low, high, ends = nodes[0], nodes[2], [sign in ("\\leq", "\\geq") for sign in signs]
-        if signs[0] in (">", "\\geq"):
-            low, high, ends = high, low, ends[::-1]
-        return Region((Interval(low, high, *ends),), nodes[1][1])
-    if len(nodes) != 2:
-        return None
-    (left, right), sign = nodes, signs[0]
-    if right[0] == "var" and not expression.variables(left):
-        left, right, sign = right, left, _FLIPPED[sign]
-    if left[0] == "fn" and left[1] == "abs" and not expression.variables(right):
-        return _distance(left[2], sign, right) or Relation(sign, left, right)
-    if left[0] != "var" or expression.variables(right):
-        return Relation(sign, left, right)
-    below = Interval(("neg", _INFINITE), right, False, sign == "\\leq")
-    above = Interval(right, _INFINITE, sign == "\\geq", False)
-    parts = {"<": (below,), "\\leq": (below,), ">": (above,), "\\geq": (above,)}
-    return Region(parts.get(sign, (below, above)), left[1])
-
-
-def _distance(inside: Node, sign: str, radius: Node) -> Optional[Region]:
-    """``|x - a| < b``"""
-    terms = inside[1:] if inside[0] == "+" else (inside,)
-    if terms[0][0] != "var" or any(map(expression.variables, terms[1:])) or sign in "=\\neq":
-        return None
-    center: Node = ("neg", ("+", *terms[1:], ("num", Fraction(0))))
-    low, high = ("+", center, ("neg", radius)), ("+", center, radius)
-    closed = sign in ("\\leq", "\\geq")
-    if sign in ("<", "\\leq"):
-        return Region((Interval(low, high, closed, closed),), terms[0][1])
-    below = Interval(("neg", _INFINITE), low, False, closed)
-    return Region((below, Interval(high, _INFINITE, closed, False)), terms[0][1])
-
-
-def _overlap(forms: list[Region]) -> Optional[Region]:
-    """``x > 1, x < 3`` is what both allow, because either would be everything."""
-    if len(forms) != 2 or any(len(form.parts) != 1 for form in forms):
-        return None
-    one, two = forms[0].parts[0], forms[1].parts[0]
-    if not isinstance(one, Interval) or not isinstance(two, Interval):
-        return None
-    if two.high == _INFINITE:
-        one, two = two, one
-    if one.high != _INFINITE or two.low != ("neg", _INFINITE):
-        return None
-    low, high = expression.number(one.low), expression.number(two.high)
-    if low is None or high is None or low >= high:
-        return None
-    return Region((Interval(one.low, two.high, one.has_low, two.has_high),), forms[0].of)
-
-
-def _reals_without(form: Form) -> Form:
-    items = form.items if isinstance(form, Many) else (form,)
-    points = [item.nodes[0] for item in items if isinstance(item, Value)]
-    if len(points) < len(items):
-        return None
-    points.sort(key=lambda node: expression.number(node) or 0.0)
-    ends = [("neg", _INFINITE), *points, _INFINITE]
-    pairs = pairwise(ends)
-    return Region(tuple(Interval(low, high, False, False) for low, high in pairs))
+    return Matrix(
+        tuple(
+            tuple(Value(tuple(("*", factor, node) for node in item.nodes)) for item in row)
+            for row in rows
+        )
+    )

@@ -379,3 +379,11 @@ def _is_mixed(left: Node, right: Node) -> bool:
     return (
         top[0] == "num" and bottom[0] == "inv" and bottom[1][0] == "num" and top[1] < bottom[1][1]
     )
+
+
+def parsed(text: str) -> Optional[Node]:
+    """The expression, or None."""
+    try:
+        return parse(text)
+    except (Unreadable, ArithmeticError):
+        return None

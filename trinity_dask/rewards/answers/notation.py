@@ -101,6 +101,10 @@ _SYNONYMS = (
     ),
 )
 _BOLD = re.compile(r"(?<![\w)])\*\*(\S(?:[^*]*\S)?)\*\*(?![\w(])")
+_ROOT_SIGN = re.compile(r"([∛∜])\s*(\d+|[a-z]|\([^()]{1,40}\))")
+_MARKUP = re.compile(r"<(b|i|u|em|strong|code|span)>([^<>]*)</\1>", re.IGNORECASE)
+_OHM = re.compile(r"(?<=\d)\s*([kM]?)\s*\\Omega\s*$")
+_MARKED_STOP = re.compile(r"([*_]+)([.!])\s*$")  # **18**.
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
 _EUROPEAN = re.compile(r"(?<![\d.,])\d{1,3}(?:\.\d{3})+,\d+(?![\d.,])")
 _SPACED_THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?: \d{3})+(?![\d,]| \d)")
@@ -118,14 +122,17 @@ _HAN_FRACTION = re.compile(r"(-?\d+)分之(\d+)")
 def clean(text: str) -> str:
     """``text`` in the signs that the readers of this package know, without dressing."""
     text = _VULGAR.sub(_vulgar, text)
+    text = _ROOT_SIGN.sub(lambda r: rf"\sqrt[{'∛∜'.index(r[1]) + 3}]{{{r[2]}}}", text)
     text = _RAISED_RUN.sub(lambda run: "^{" + run[0].translate(_RAISED) + "}", text)
     text = _LOWERED_RUN.sub(lambda run: "_{" + run[0].translate(_LOWERED) + "}", text)
     text = text.translate(_SIGNS).translate(_GREEK)
     text = unicodedata.normalize("NFKC", text).translate(_SIGNS)
     text = "".join(str(unicodedata.decimal(c)) if c.isdecimal() else c for c in text)
-    text = _han_numerals(text)
+    text = han_numerals(text)
+    text = _MARKED_STOP.sub(r"\2\1", text)
     for marks in ('"', "'", "*", "_"):  # around the whole
         text = text.strip().strip(marks) if text.strip()[:1] == marks else text
+    text = _MARKUP.sub(r"\2", text)
     text = _BOLD.sub(r"\1", text)
     text = _dollars(text)
     text = _SMALL_SPACE.sub("", text).replace("\\!", "")
@@ -141,6 +148,7 @@ def clean(text: str) -> str:
             break
     text = _COLORED.sub("", text)
     text = _LINE_OVER.sub(r"\1", text)
+    text = _OHM.sub(r" \1ohm", text)
     text = _DOTTED.sub(r".\1\\overline{\2\3\4}", text)
     text = _GOES_ON.sub(r"\1.\2\\overline{\3\4}", text)
     text = _END_OF_LINE.sub("", text.strip())
@@ -170,7 +178,8 @@ def _dollars(text: str) -> str:
     return text.replace("$", " ").replace("¤", "$")
 
 
-def _han_numerals(text: str) -> str:
+def han_numerals(text: str) -> str:
+    """Numbers written in Chinese as digits: ``三百二十``, ``三分之二``, ``3.5万``."""
     if not any("\u3000" < c < "\ua000" for c in text):
         return text
     text = _AFTER_DIGITS.sub(_scaled, text)
@@ -185,6 +194,7 @@ def _han_numerals(text: str) -> str:
     text = re.sub(r"百分之(-?\d+(?:\.\d+)?)", r"\1%", text)
     text = re.sub(r"(\d{1,4})年(\d{1,2})月(\d{1,2})[日号]", r"\1-\2-\3", text)
     text = re.sub(r"(\d{1,2})[点时](\d{1,2})分", r"\1:\2", text)
+    text = re.sub(r"(?<![\d.])(\d+)[元块](\d)角(?:(\d)分)?", r"\1.\2\3元", text)
     return re.sub(r"(?<=\d)\s*[或和与](?=\s*[-\d])", " , ", text)
 
 
@@ -215,6 +225,23 @@ def _han_number(run: str) -> Optional[str]:
     if run == "千":  # of a unit: 5千克
         return None
     return str(value) if value or run[0] in _DIGITS else None
+
+
+def split_top(text: str, separator: re.Pattern[str]) -> list[str]:
+    """``text`` cut at the matches of ``separator`` that lie in no bracket."""
+    pieces, start, depth, position = [], 0, 0, 0
+    while position < len(text):
+        character = text[position]
+        if character in "([{":
+            depth += 1
+        elif character in ")]}":
+            depth -= 1
+        elif depth == 0 and (found := separator.match(text, position)):
+            pieces.append(text[start:position])
+            start = position = found.end()
+            continue
+        position += 1
+    return [piece.strip() for piece in (*pieces, text[start:])]
 
 
 _SMALL_NUMBERS = (
