@@ -33,6 +33,7 @@ from trinity_dask.trainer.model.logprobs import Scorer
 from trinity_dask.trainer.model.policy_model import load_policy
 from trinity_dask.trainer.model.value_model import ValueScorer, load_value_model
 from trinity_dask.trainer.step.shared_prompts import may_share
+from trinity_dask.trainer.step.utilisation import model_flops
 
 PROMPTS = ([84, 80, 83, 85, 1, 21, 17, 24, 12], [85, 1, 21, 40])
 ANSWER_TOKENS = 12
@@ -319,6 +320,7 @@ def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
 def train_step(stand: Stand) -> str:
     """The gradient is eager attention's, row by row, and gradient checkpointing changes nothing."""
     plain = gradients(stepped(stand, False, attention="eager"))
+    model_flops(stand.policy())
     assert_close(gradients(stepped(stand, False)), plain)
     assert_close(gradients(stepped(stand, False, gradient_checkpointing=True)), plain)
     return "✓"
@@ -366,27 +368,27 @@ def lora_sync(stand: Stand) -> str:
     stirred(trained.policy.module)
     trained.train_step(batch_of(stand.rows), 1)
 
-    async def use() -> None:
-        spec = engine_spec(stand.path)
-        spec.model["lora"] = asdict(lora)
-        torch_engine = TorchEngine(spec)
-        await torch_engine.prepare()
-        try:
-            named = list(trained.policy.full_weights(hub=True))
-            await send_named(torch_engine, named, 1, stand.root / "lora.safetensors", "memory")
-            for prompt in PROMPTS:
-                answers = await sampled(torch_engine, prompt)
-                assert_same(trained.policy.module, prompt, answers, TOLERANCE)
-        finally:
-            await torch_engine.close()
-
-    run(use())
+    spec = engine_spec(stand.path)
+    spec.model["lora"] = asdict(lora)
+    run(_adapted(stand, TorchEngine(spec), trained.policy, TOLERANCE))
     where = stand.root / "lora"
     write_engine(trained.trainables, where, stand.path)
     merged = load_model(str(export_policy(where, torch.float32, merge=True)), "float32", "cpu")
     expected = trained_logprobs(trained.policy.module, stand.rows)
     np.testing.assert_allclose(trained_logprobs(merged, stand.rows), expected, atol=TOLERANCE)
     return "✓"
+
+
+async def _adapted(stand: Stand, any_engine: Any, policy: Any, tolerance: float) -> None:
+    """The adapter of ``policy`` in an engine."""
+    await any_engine.prepare()
+    try:
+        named = list(policy.full_weights(hub=True))
+        await send_named(any_engine, named, 1, stand.root / "lora.safetensors", "memory")
+        for prompt in PROMPTS:
+            assert_same(policy.module, prompt, await sampled(any_engine, prompt), tolerance)
+    finally:
+        await any_engine.close()
 
 
 def stirred(model: Any) -> None:
@@ -460,6 +462,21 @@ def vllm_sync(stand: Stand) -> str:
     from trinity_dask.models.vllm.engine import VLLMEngine
 
     run(_synced(stand, VLLMEngine(engine_spec(stand.path, "vllm")), 1e-3), 300)
+    return "✓"
+
+
+def vllm_lora(stand: Stand) -> str:
+    """An adapter reaches vLLM."""
+    from dataclasses import asdict
+
+    from trinity_dask.models.vllm.engine import VLLMEngine
+
+    lora = LoraConfig(rank=2, alpha=8.0, target_modules=list(stand.made.lora))
+    trained = engine(model=stand.policy(lora=lora))
+    stirred(trained.policy.module)
+    spec = engine_spec(stand.path, "vllm")
+    spec.model["lora"] = asdict(lora)
+    run(_adapted(stand, VLLMEngine(spec), trained.policy, 1e-3), 300)
     return "✓"
 
 

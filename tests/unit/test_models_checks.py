@@ -139,3 +139,27 @@ def test_attention_follows_the_architecture():
     assert attention_kinds(MistralConfig(sliding_window=8)) == {"sliding_attention"}
     assert attention_kinds(MistralConfig(sliding_window=None)) == {"full_attention"}
     assert attention_kinds(MambaConfig()) == {"linear_attention"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "engine", "setting", "message"),
+    [
+        ({"model_type": "qwen3_next"}, "vllm", None, "in bfloat16 only; use another model"),
+        ({"model_type": "qwen3_next"}, "torch", None, None),
+        ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "torch", "sdpa", "soft-capping"),
+        ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "torch", "eager", None),
+    ],
+)
+def test_what_cannot_work_is_refused_by_validate(directory, fields, engine, setting, message):
+    from trinity_dask.config.errors import ConfigError
+    from trinity_dask.config.schema import Config, ModelConfig
+    from trinity_dask.run.names import check_start_model
+
+    (directory / "config.json").write_text(json.dumps({"head_dim": 32, **fields}))
+    config = Config(model=ModelConfig(str(directory), attn_implementation=setting))
+    config.explorer.rollout_model.engine_type = engine
+    if message is None:
+        check_start_model([config])
+    else:
+        with pytest.raises(ConfigError, match=message):
+            check_start_model([config])

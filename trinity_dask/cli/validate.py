@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from trinity_dask.config.compose import compose_tree, finish, split_stages, to_yaml
-from trinity_dask.run.names import check_names
+from trinity_dask.run.names import check_names, check_start_model
 
 
 def main(args: Sequence[str]) -> int:
@@ -21,7 +22,10 @@ def main(args: Sequence[str]) -> int:
     check_names(config)
     for message in warnings:
         print(f"warning: {message}", file=sys.stderr)
-    for stage in split_stages(config):
+    stages = split_stages(config)
+    if Path(stages[0].model.model_path).is_dir():  # else it may be on the workers' machines only
+        check_start_model(stages)
+    for stage in stages:
         if flags.show:
             print(f"---\n{to_yaml(stage)}")
             continue

@@ -16,7 +16,9 @@ TEMPLATE_FILES = (
     "chat_template.jinja", "chat_template.json", "additional_chat_templates", "tekken.json"
 )  # fmt: skip
 # by model type; seen with vLLM 0.32 on tiny models, see docs/models.md
-VLLM_CPU_REFUSES: dict[str, str] = {}
+VLLM_CPU_REFUSES = {
+    "qwen3_next": "on a CPU vLLM computes its linear attention in bfloat16 only",
+}
 # head sizes of vLLM's attention kernels for CPUs; others are accepted when the engine starts
 # and kill it at the first request
 VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)

@@ -39,13 +39,24 @@ def check_start_model(stages: list[Config]) -> None:
 
     A preset with ``prepare`` makes its model later; then nothing is checked here.
     """
-    from trinity_dask.models.checks import check_model_dir, check_vllm_cpu
+    from trinity_dask.models.checks import (
+        attention_implementation,
+        check_model_dir,
+        check_vllm_cpu,
+    )
 
     first = stages[0]
     if first.prepare is not None:
         return
     try:
         check_model_dir(first.model.model_path)
+        wanted = first.model.attn_implementation
+        if wanted is not None:
+            from transformers import AutoConfig
+
+            trust = first.model.trust_remote_code
+            config = AutoConfig.from_pretrained(first.model.model_path, trust_remote_code=trust)
+            attention_implementation(config, wanted)
         on_cpu = [stage for stage in stages if not stage.cluster.rollout.gpus_per_worker]
         sampling = [stage.explorer.rollout_model for stage in on_cpu if stage.mode != "train"]
         if any(model.engine_type == "vllm" for model in sampling):

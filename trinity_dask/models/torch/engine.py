@@ -101,7 +101,7 @@ class TorchEngine:
         if wants_adapter(model_cfg):
             add_adapter(self._model, model_cfg["lora"], self.spec.model_path)
             self._model.to(self._model.device).requires_grad_(False)
-        config = self._model.config
+        config = self._model.config.get_text_config()
         self._vocab_size = config.vocab_size
         longest = getattr(config, "max_position_embeddings", None)  # a recurrent model has none
         self._max_model_len = model_cfg.get("max_model_len") or longest or UNLIMITED

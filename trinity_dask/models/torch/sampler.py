@@ -62,9 +62,9 @@ class SampleRequest:
 class BatchSampler:
     """Samples from ``model``; ``eos_ids`` end every answer. Not thread-safe."""
 
-    def __init__(self, model: torch.nn.Module, eos_ids: Sequence[int], seed: int) -> None:
+    def __init__(self, model: Any, eos_ids: Sequence[int], seed: int) -> None:
         self.model = model
-        self.config: Any = model.config
+        self.config: Any = model.config.get_text_config()
         self.device = next(model.parameters()).device
         self.eos_ids = tuple(eos_ids)
         self.generator = torch.Generator(self.device).manual_seed(seed)

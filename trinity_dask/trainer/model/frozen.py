@@ -102,7 +102,9 @@ def load_teacher(cfg: Config, spec: AlgorithmSpec, policy: Any, device: str) -> 
     if not spec.uses_teacher or not path:
         return None
     teacher = _frozen(cfg, path, device)
-    own, of_teacher = policy.config.vocab_size, teacher.module.config.vocab_size
+    own, of_teacher = (
+        each.config.get_text_config().vocab_size for each in (policy, teacher.module)
+    )
     vocabularies = [
         load_tokenizer(each, cfg.model.trust_remote_code).get_vocab()
         for each in (cfg.model.model_path, path)

@@ -239,7 +239,7 @@ class TrainerRank:
             engine.load_state_dict(read_state(checkpoint).get("algorithm", {}))
         # padding is masked everywhere, so any valid id serves
         pad = getattr(model.config, "pad_token_id", None)
-        pad = pad if pad is not None and 0 <= pad < model.config.vocab_size else 0
+        pad = pad if pad is not None and 0 <= pad < model.config.get_text_config().vocab_size else 0
         peak = peak_tflops(self.cfg.trainer.peak_tflops, self.device, engine.policy.autocast)
         meter = Meter(model_flops(model), peak, whole=self.cfg.model.lora.rank == 0)
         freeze_loaded()
@@ -383,7 +383,7 @@ class TrainerRank:
 
     async def vocab_size(self) -> int:
         """Token ids below it are valid."""
-        return int(self._now.engine.policy.module.config.vocab_size)
+        return int(self._now.engine.policy.module.config.get_text_config().vocab_size)
 
     async def open_weight_group(self, spec: WeightGroupSpec) -> Optional[float]:
         """Join generation ``spec.generation`` as rank 0; serves its store. Returns the bytes per

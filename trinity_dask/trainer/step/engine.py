@@ -360,7 +360,8 @@ class StepEngine:
                 teacher = self.teacher.scorer(self.temperature)
                 logits = teacher.response_logits(micro)
                 # as wide as the policy's: what lies beyond the tokens is padding
-                wider = self.policy.module.config.vocab_size - logits.shape[-1]
+                n_words = self.policy.module.config.get_text_config().vocab_size
+                wider = n_words - logits.shape[-1]
                 inputs["teacher_logits"] = F.pad(logits, (0, wider), value=UNLIKELY)
         weights: dict[str, Tensor] = {}
         if spec.correction.active and old is not None:

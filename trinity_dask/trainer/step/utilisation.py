@@ -70,7 +70,7 @@ def model_flops(model: Any) -> Optional[ModelFlops]:
     if any(getattr(config, name, None) for name in SPARSE):
         return None  # a token passes only some of the weights
     looked_up, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if looked_up is None or head is None:
+    if looked_up is None or head is None or not getattr(config, "num_attention_heads", None):
         return None
     apart = {id(m.weight): m.weight.numel() for m in (looked_up, head)}
     total = sum(p.numel() for p in model.parameters())
