@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 import time
 
@@ -400,7 +401,10 @@ class Temperature(Base):
             raise RuntimeError("greedy sampling fails here")
         (experience,) = await self.model.generate_async("hello", max_tokens=4)
         experience.reward = 10.0 + self.heat()
-        return [experience]
+        others = [dataclasses.replace(experience) for _ in self.task.raw_task.get("more", [])]
+        for other, reward in zip(others, self.task.raw_task.get("more", []), strict=True):
+            other.reward = reward
+        return [experience, *others]
 
     def heat(self):
         return self.model.generate_kwargs["temperature"]
@@ -414,6 +418,13 @@ def test_remax_gets_the_reward_of_one_greedy_run_that_is_no_experience(mode):
     assert [e.eid.run for e in found] == [1, 2, 3]
     assert {(e.reward, e.info["reward_baseline"]) for e in found} == {(11.0, 10.0)}
     assert {m["reward_baseline"] for m in outcome.status.metrics} == {10.0}
+
+
+def test_the_reward_of_a_greedy_run_of_several_experiences_is_their_mean():
+    row = {"more": [4.0, None]}
+    _, found = run(Task("temperature", raw_task=row, greedy_baseline=True), n=1)
+    assert len(found) == 3
+    assert {e.info["reward_baseline"] for e in found} == {7.0}
 
 
 def test_remax_without_its_baseline_is_a_failed_group_and_eval_needs_none():

@@ -257,3 +257,17 @@ def test_any_text_earns_a_finite_number_in_time(response, truth):
         assert thread_seconds(lambda: rewards_math.MathReward()(**facts), 0.25) < 0.25
     assert all(math.isfinite(value) for value in parts.values())
     assert parts["accuracy"] in (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "piece",
+    ["A, so ", "三", "*", " (abc", "one hundred and ", "[1,2]\\cap ", "I choose ", "<b>", "3 cm ",
+     "\\begin{pmatrix}", "leaving ", "half past ", "March 3, "],
+)  # fmt: skip
+def test_what_goes_on_and_on_is_judged_in_time(piece, monkeypatch):
+    monkeypatch.setattr(rewards_math, "call_in_process", lambda *args, **kwargs: False)
+    reward, text = AccuracyReward(), (piece * 9000)[:9000]
+    for reply in (text, f"x {text} 7", f"\\boxed{{{text}}}"):
+        for truth in ("7", "B", "[1,2]"):
+            took = thread_seconds(lambda r=reply, t=truth: reward(r, t), 0.05)
+            assert took < 0.05, (reply[:20], truth)

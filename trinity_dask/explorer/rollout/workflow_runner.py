@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any, Optional
 
 from trinity_dask.cluster.loop_watch import Interrupted, current_watch, no_exit, user_task
@@ -199,11 +200,12 @@ class WorkflowRunner:
         runs, greedy = (job.result() for job in jobs)
         if greedy.errors:
             return Runs(errors=[greedy.errors[0]] * attempt.n, retryable=greedy.retryable)
-        reward = greedy.completed[-1][0][-1].reward
-        if reward is None:
+        # of a run of several experiences the mean, as in the statistics of groups
+        rewards = [float(e.reward) for e in greedy.completed[-1][0] if e.reward is not None]
+        if not rewards:
             error = RunError("ValueError", "the greedy baseline run came back without a reward")
             return Runs(errors=[error] * attempt.n)
-        runs.baseline = float(reward)
+        runs.baseline = fmean(rewards)
         return runs
 
     async def _all_runs(self, attempt: Attempt) -> Runs:

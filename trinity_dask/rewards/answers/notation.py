@@ -116,7 +116,7 @@ _LARGE = {"万": 10**4, "萬": 10**4, "亿": 10**8, "億": 10**8}
 _HAN = "".join({**_DIGITS, **_SMALL, **_LARGE})
 _HAN_RUN = re.compile(rf"[{_HAN}]+")
 _AFTER_DIGITS = re.compile(r"(?<![\d.,])(\d(?:[\d.,]*\d)?)\s*([万亿萬億]|千(?![克米瓦]))")
-_HAN_FRACTION = re.compile(r"(-?\d+)分之(\d+)")
+_HAN_FRACTION = re.compile(r"(?<!\d)(-?\d+)分之(\d+)")
 
 
 def clean(text: str) -> str:
@@ -187,7 +187,7 @@ def han_numerals(text: str) -> str:
     text = re.sub(rf"负(?=[{_HAN}\d])", "-", text)
     text = re.sub(rf"(?<=\.)[{_HAN}]+", lambda run: _digit_by_digit(run[0]) or run[0], text)
     text = _HAN_RUN.sub(lambda run: _han_number(run[0]) or run[0], text)
-    text = re.sub(r"(\d+)又(\d+)分之(\d+)", r"\1 \3/\2", text)
+    text = re.sub(r"(?<!\d)(\d+)又(\d+)分之(\d+)", r"\1 \3/\2", text)
     text = _HAN_FRACTION.sub(
         lambda found: f"{found[2]}%" if found[1] == "100" else f"{found[2]}/{found[1]}", text
     )

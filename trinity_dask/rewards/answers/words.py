@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 
 _WORD = re.compile(r"\b[^\W\d_]{3}")
-_LETTERS = re.compile(r"^[^\d+*/^=<>_|]*[^\W\d_]{2}[^\d+*/^=<>_|]*$")
+_TWO_LETTERS = re.compile(r"[^\W\d_]{2}")
+_SIGN = re.compile(r"[\d+*/^=<>_|]")
 # two other letters are a product, or a side of a triangle
 _SHORT = (
     "ad ah ai am an as at bc be by cm cv do dr eu ft go ha he hi hr id if in is it kg km lb me mi "
@@ -24,7 +25,9 @@ def text_key(text: str) -> str:
     if text.casefold() == "does not exist":
         return "dne"
     plain = text.strip(" .!")
-    is_words = "\\" not in text and (_WORD.search(text) or _LETTERS.search(text))
+    is_words = "\\" not in text and (
+        _WORD.search(text) or (_TWO_LETTERS.search(text) and not _SIGN.search(text))
+    )
     if is_words and not _are_symbols(plain):
         return plain.casefold()
     # symbols keep their case, .5 its point, 5! its mark and 1 2 its space
