@@ -7,11 +7,8 @@ not. ``--check`` writes nothing and exits 1 when the page is not current.
 
 from __future__ import annotations
 
-import ast
 import inspect
-import io
 import sys
-import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 from generated_page import marker, renewed, write_page  # noqa: E402  (beside this script)
 
 from trinity_dask.config import schema  # noqa: E402  (the package is one level up)
-from trinity_dask.config.fields import Kind, fields_of  # noqa: E402
+from trinity_dask.config.fields import Kind, comments, fields_of  # noqa: E402
 from trinity_dask.config.paths import groups  # noqa: E402
 
 PAGE = Path(__file__).with_name("configuration.md")
@@ -123,29 +120,6 @@ def _meaning(section: type, name: str, note: str) -> str:
             f"one entry per stage, each with: {', '.join(f'`{key}`' for key in schema.STAGE_KEYS)}"
         )
     return note
-
-
-def comments(section: type) -> dict[str, str]:
-    """Field -> the comment above it and behind it, as one text."""
-    source = inspect.getsource(section)
-    by_line = {
-        token.start[0]: token.string.lstrip("# ").strip()
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type == tokenize.COMMENT
-    }
-    lines = source.splitlines()
-    (tree,) = ast.parse(source).body
-    assert isinstance(tree, ast.ClassDef)
-    found = {}
-    for node in tree.body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            above = node.lineno - 1
-            while above in by_line and lines[above - 1].lstrip().startswith("#"):
-                above -= 1
-            numbers = range(above + 1, (node.end_lineno or node.lineno) + 1)
-            words = [by_line[number] for number in numbers if number in by_line]
-            found[node.target.id] = " ".join(words)
-    return found
 
 
 if __name__ == "__main__":

@@ -7,9 +7,13 @@ Choices are matched without regard to case.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
+import inspect
+import io
 import math
+import tokenize
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -135,3 +139,27 @@ def values(config: Any, prefix: str = "") -> Iterator[tuple[str, Kind, Any, str]
                 yield from values(item, f"{prefix}{name}.{index}.")
         else:
             yield prefix + name, kind, config, name
+
+
+@functools.cache
+def comments(section: type) -> dict[str, str]:
+    """Field -> the comment above it and behind it, as one text."""
+    source = inspect.getsource(section)
+    by_line = {
+        token.start[0]: token.string.lstrip("# ").strip()
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
+    lines = source.splitlines()
+    (tree,) = ast.parse(source).body
+    assert isinstance(tree, ast.ClassDef)
+    found = {}
+    for node in tree.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            above = node.lineno - 1
+            while above in by_line and lines[above - 1].lstrip().startswith("#"):
+                above -= 1
+            numbers = range(above + 1, (node.end_lineno or node.lineno) + 1)
+            words = [by_line[number] for number in numbers if number in by_line]
+            found[node.target.id] = " ".join(words)
+    return found
