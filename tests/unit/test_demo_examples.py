@@ -23,6 +23,7 @@ EXAMPLES = {
     "sort_mix_chord": "mix_chord",
     "sort_distill": "on_policy_distill",
     "sort_gigpo": "gigpo",
+    "sort_agent": "grpo",
 }
 
 

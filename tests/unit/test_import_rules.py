@@ -24,7 +24,7 @@ LAYERS = (
     {"cli", "run", "__main__"},
     {"launcher", "manager", "compat"},
     {"explorer", "trainer", "sync"},
-    {"engines", "workflows", "rewards", "demo"},
+    {"engines", "workflows", "rewards", "demo", "serve"},
     {"models", "buffer", "weights", "monitor"},
     {"cluster", "experience", "algorithm"},
     {"config", "files", "aio", "lazy", "registry"},

@@ -10,18 +10,19 @@ loss can see.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import copy
 import hashlib
 import itertools
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from typing import Any, Optional
 
 import numpy as np
 
 from trinity_dask.experience import PROMPT_TRUNCATED, RESPONSE_TRUNCATED, Experience
-from trinity_dask.models.conversation import Conversation, NextPrompt, Row
+from trinity_dask.models.conversation import Conversation, NextPrompt, Row, Turn
 from trinity_dask.models.protocol import (
     FINISH_LENGTH,
     Completion,
@@ -37,7 +38,12 @@ log = logging.getLogger("trinity_dask.models")
 Prompts = str | list[int] | list[str]
 TRUNCATED_TEXT = "[the prompt was longer than model.max_prompt_tokens; nothing was sampled]"
 _SAMPLING_NAMES = frozenset(SamplingParams.__dataclass_fields__)
+STOPPED_BY_TEXT = "stop_text"  # a finish reason: the model has not ended its turn itself
 _ids = itertools.count()
+
+
+class PromptTooLong(ValueError):
+    """There is no room in the model for what was asked."""
 
 
 class ModelWrapper:
@@ -131,6 +137,60 @@ class ModelWrapper:
         asked = self._conversation.prompt(messages, tools)
         extra = {"messages": messages, "tools": tools}
         return await self._sample(asked.ids, sampling, asked.text, asked, **extra)
+
+    async def turns_async(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Optional[list[dict[str, Any]]] = None,
+        *,
+        stop: Sequence[str] = (),
+        read: Optional[Callable[[str, str], dict[str, Any]]] = None,
+        **sampling: Any,
+    ) -> list[Turn]:
+        """Sample ``n`` (default 1) replies as turns of the run's dialogue.
+
+        An answer is cut after the token with which one of the texts ``stop`` is in it, and its
+        message before that text. ``read`` makes the message of a reply from its text with special
+        tokens and the prompt's text. ``max_tokens`` is at most the run's own.
+
+        Raises:
+            PromptTooLong: there is no room for the prompt, or for an answer to it.
+        """
+        if not messages:
+            raise ValueError("chat needs at least one message (got an empty list)")
+        asked = self._conversation.prompt(messages, tools)
+        room = int(self.model_cfg.get("max_model_len") or 1 << 31) - 1
+        limit = min(int(self.model_cfg.get("max_prompt_tokens") or room), room)
+        if len(asked.ids) > limit:
+            raise PromptTooLong(
+                f"the prompt has {len(asked.ids)} tokens, and there is room for {limit} "
+                "(model.max_prompt_tokens, model.max_model_len)"
+            )
+        own = self._params({}, len(asked.ids))
+        longest = min(int(sampling.pop("max_tokens", own.max_tokens)), own.max_tokens)
+        params = self._params({**sampling, "max_tokens": longest}, len(asked.ids))
+        self.request_count += 1
+        completions = await self.engine.generate(asked.ids, params, f"r{next(_ids)}")
+        turns = [self._turn(asked, c, messages, tools, stop, read) for c in completions]
+        if self.enable_history:
+            extra = {"messages": messages, "tools": tools}
+            answers = [turn.completion for turn in turns]
+            self.history.extend(self._experiences(asked.ids, answers, asked.text, extra))
+        return turns
+
+    def _turn(
+        self,
+        asked: NextPrompt,
+        completion: Completion,
+        messages: list[dict[str, Any]],
+        tools: Optional[list[dict[str, Any]]],
+        stop: Sequence[str],
+        read: Optional[Callable[[str, str], dict[str, Any]]],
+    ) -> Turn:
+        completion, end = cut_at_stop(completion, stop, self.tokenizer)
+        shown = self.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=False)
+        message = read(shown if end is None else shown[:end], asked.text) if read else None
+        return self._conversation.add(asked, completion, messages, tools, message=message)
 
     async def logprobs_async(
         self, tokens: Sequence[int], temperature: Optional[float] = None
@@ -341,6 +401,29 @@ class ModelWrapper:
                 "methods on the loop, or pass loop=... when the wrapper is made in a thread"
             )
         return asyncio.run_coroutine_threadsafe(call, self._loop).result()
+
+
+def cut_at_stop(
+    completion: Completion, stop: Sequence[str], tokenizer: Any
+) -> tuple[Completion, Optional[int]]:
+    """``completion`` up to the token that completes the first of ``stop``, and where in its text
+    (with special tokens) that begins; None where none of them is in it."""
+
+    def text(n: int) -> str:
+        return tokenizer.decode(completion.token_ids[:n].tolist(), skip_special_tokens=False)
+
+    def has_stop(n: int) -> bool:
+        return any(end in text(n) for end in stop)
+
+    n = len(completion.token_ids)
+    if not stop or not has_stop(n):
+        return completion, None
+    n = bisect.bisect_left(range(n), True, key=has_stop)
+    shown = text(n)
+    cut = Completion(
+        completion.token_ids[:n], completion.logprobs[:n], completion.versions[:n], STOPPED_BY_TEXT
+    )
+    return cut, min(shown.index(end) for end in stop if end in shown)
 
 
 def as_dict(value: Any) -> dict[str, Any]:

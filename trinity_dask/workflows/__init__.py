@@ -19,6 +19,7 @@ WORKFLOWS: Registry[Any] = Registry(
         "async_simple_workflow": f"{_SIMPLE}:SimpleWorkflow",
         "math_workflow": f"{_SIMPLE}:MathWorkflow",
         "async_math_workflow": f"{_SIMPLE}:MathWorkflow",
+        "agent": "trinity_dask.workflows.agent:AgentWorkflow",
     },
 )
 
