@@ -44,7 +44,7 @@ from trinity_dask.config.hints import (
     parse,
     with_mappings,
 )
-from trinity_dask.config.paths import conf_dir, groups
+from trinity_dask.config.paths import conf_dir, groups, make_absolute
 from trinity_dask.config.schema import (
     DEFAULT_THREADS,
     DERIVED,
@@ -308,6 +308,7 @@ def resolve_config(cfg: Config) -> Config:
             setattr(section, name, word if word in kind.choices else value)
     if "://" not in config.checkpoint_root_dir:
         config.checkpoint_root_dir = os.path.abspath(os.path.expanduser(config.checkpoint_root_dir))
+    make_absolute(config)
     if config.job_dir is None:
         config.name, config.job_dir = job_dir.choose(config)
     if config.stages:  # each stage derives its own values from base + stage
@@ -323,11 +324,6 @@ def resolve_config(cfg: Config) -> Config:
         explorer.rollout_model.dtype = config.model.dtype
     if algorithm.repeat_times is None:  # a type that is not ours: 1
         algorithm.repeat_times = REPEAT_TIMES.get(algorithm.algorithm_type, 1)
-    # a function in a file, path/to/file.py:name, is found from any working directory
-    for key in ("advantage_fn", "policy_loss_fn", "entropy_loss_fn", "sample_strategy"):
-        path, colon, attribute = (getattr(algorithm, key) or "").rpartition(":")
-        if path.endswith(".py"):
-            setattr(algorithm, key, os.path.abspath(os.path.expanduser(path)) + colon + attribute)
     _mode(config)
     _tasksets(config)
     alone = config.mode == "train" and not config.synchronizer.peer_timeout_s
