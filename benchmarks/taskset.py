@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SUFFIXES = ("jsonl", "jsonl.gz", "csv", "parquet", "arrow")
+SUFFIXES = ("jsonl", "jsonl.gz", "json", "csv", "parquet", "arrow")
 
 CHILD = """
 import json, random, resource, sys, time
@@ -70,6 +70,10 @@ def write(folder: Path, rows: int) -> None:
             text = "".join(json.dumps(row) + "\n" for row in batch.to_pylist())
             lines.write(text)
             gz.write(text)
+    with (folder / "t.jsonl").open() as lines, (folder / "t.json").open("w") as array:
+        for number, line in enumerate(lines):  # one array of all rows
+            array.write(("," if number else "[") + line)
+        array.write("]")
     pa.csv.write_csv(table, folder / "t.csv")
     pa.parquet.write_table(table, folder / "t.parquet")
     with pa.ipc.new_file(folder / "t.arrow", table.schema) as writer:

@@ -691,7 +691,7 @@ values = st.recursive(
 
 
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     rows=st.lists(st.dictionaries(st.text(max_size=2), values, max_size=3), min_size=1, max_size=5),

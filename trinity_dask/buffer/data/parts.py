@@ -285,9 +285,9 @@ class ArrayPart(_IndexedText):
 
 EMPTY = ([b"[]"], [b"[", b"]"])  # an array without items
 QUOTE, OPEN, CLOSE, COMMA, BACKSLASH = range(1, 6)
-_KINDS = np.zeros(256, np.uint8)
-for _signs, _kind in ((b'"', QUOTE), (b"{[", OPEN), (b"}]", CLOSE), (b",", COMMA), (b"\\", 5)):
-    _KINDS[list(_signs)] = _kind
+_KIND = {**dict.fromkeys(b"{[", OPEN), **dict.fromkeys(b"}]", CLOSE)}
+_KIND |= {ord('"'): QUOTE, ord(","): COMMA, ord("\\"): BACKSLASH}
+_KINDS = bytes(_KIND.get(byte, 0) for byte in range(256))
 
 
 def _nesting(
@@ -298,8 +298,8 @@ def _nesting(
     Quotes behind an odd number of backslashes are none. ``depth`` and ``quoted`` are those in
     front of the text, which ends in no backslash.
     """
-    kinds = _KINDS[np.frombuffer(text, np.uint8)]
-    at = np.flatnonzero(kinds)
+    kinds = np.frombuffer(text.translate(_KINDS), np.uint8)
+    at = np.flatnonzero(kinds != 0)
     kinds = kinds[at]
     slash = kinds == BACKSLASH
     if slash.any():
