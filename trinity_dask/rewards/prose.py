@@ -57,6 +57,9 @@ _SO_IT_IS = re.compile(
 _HAN_CHOICE = re.compile(
     r"^(?:因此|所以|故)?\s*(?=.*[选对确])应?(?:选项|选择|选)?\s*([A-J])\s*(?:选?项)?(?:是?正确的?|是?对的?)?$"
 )
+# 3+4=7, 7*2=14
+_SUM = r"[^,;=A-Za-z\\]{1,60}=[^,;=A-Za-z\\]{1,40}"
+_STEPS = re.compile(rf"^(?:{_SUM}[,;])+({_SUM})$")
 _ASIDE = re.compile(r"\s\((?=[^()]*[A-Za-z]{3})[^()]*\)\W*$")
 _SO = re.compile(
     r"[,;]\s*(?:and\s+)?(?:so|hence|thus|therefore|meaning|which means)\b(?=[^,;]*\d)",
@@ -207,10 +210,12 @@ def _mathematics(sentence: str) -> Optional[str]:
         return sentence
     without = _ASIDE.sub("", sentence)
     sentence = _plain(without if re.search(r"\d", without) else sentence)
-    if _is_mathematics(sentence):
-        return sentence
     if results := list(_SO.finditer(sentence)):
         sentence = _plain(sentence[results[-1].end() :])
+    if steps := _STEPS.match(sentence):
+        return steps[1]
+    if _is_mathematics(sentence):
+        return sentence
     formulas = [m for m in _MATH.finditer(sentence) if _is_mathematics(m[0])]
     if formulas:
         return _last_group(sentence, formulas)
