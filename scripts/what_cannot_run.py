@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 IMPORT_TIMEOUT_S = 180.0
 
@@ -36,6 +37,18 @@ def gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def slurm() -> str | None:
+    """None when a Slurm of the tests can be had, else which packages are missing."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "slurm"))
+    from slurm_stand import SlurmMissing, unpacked
+
+    try:
+        unpacked()
+    except SlurmMissing as error:
+        return str(error)
+    return None
+
+
 def missing() -> list[tuple[str, str, str]]:
     """(tests, why they cannot run, what to do) of everything that cannot run here."""
     found = []
@@ -49,6 +62,8 @@ def missing() -> list[tuple[str, str, str]]:
         reason = imports(module)
         if reason:
             found.append((tests, f"{module}: {reason}", remedy))
+    if (reason := slurm()) is not None:
+        found.append(("tests/slurm: runs as jobs of a real Slurm", reason, "install the packages"))
     if gpus() == 0:
         found.append(
             ("everything on a GPU (nccl, bfloat16 kernels)", "no GPU", "a machine with one")

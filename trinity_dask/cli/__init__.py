@@ -21,6 +21,7 @@ EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 #: command -> what it is for; the module of that name (``-`` as ``_``) here has ``main(args)``
 COMMANDS = {
     "run": "run a job: presets and key=value overrides (Hydra)",
+    "submit": "the same in a job of Slurm, which goes on in its next one",
     "validate": "check a configuration and show it, run nothing",
     "status": "what a run does (address) or how far it got (job directory)",
     "stop": "end a run on a scheduler, its state saved",

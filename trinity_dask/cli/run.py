@@ -3,7 +3,8 @@
 Invariant: a configuration that cannot run is refused before anything starts, in a sweep
 for every swept value. A failed job of a sweep does not stop the others; an interrupt does.
 The exit code is the worst of all jobs; it is 0 only for runs that ended ``done``. The first
-Ctrl-C (or SIGTERM) asks the run to save its state and exits 130, a second one does not wait.
+Ctrl-C (or SIGTERM, or SIGUSR1) asks the run to save its state and exits 130, a second one does
+not wait.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ if TYPE_CHECKING:
 PROGRAM = "trinity-dask run"
 FULL_ERROR = "HYDRA_FULL_ERROR"
 EXIT_CODES = {"done": EXIT_DONE, "failed": EXIT_FAILED, "interrupted": EXIT_INTERRUPTED}
+# SIGUSR1: Slurm's warning that the time of the job is almost over
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 REFRESH_S = 1.0
 MAX_LABEL = 60
 
@@ -248,7 +251,7 @@ def follow(run: Run) -> int:
     from trinity_dask.monitor.progress import Progress
 
     interrupts = _Interrupts(run)
-    before = {s: signal.signal(s, interrupts) for s in (signal.SIGINT, signal.SIGTERM)}
+    before = {s: signal.signal(s, interrupts) for s in STOPS}
     try:
         run.start()
         with closing(Progress(run.cfg.monitor.progress)) as progress:
@@ -266,7 +269,7 @@ def follow(run: Run) -> int:
 
 
 class _Interrupts:
-    """Counts SIGINT and SIGTERM; the first stops the run, the second gives up waiting."""
+    """Counts the signals to stop; the first stops the run, the second gives up waiting."""
 
     def __init__(self, run: Run) -> None:
         self.run = run

@@ -9,7 +9,7 @@ from trinity_dask.cluster.actors import (
     start_actor,
     stop_actor,
 )
-from trinity_dask.cluster.build import RunCluster, open_cluster
+from trinity_dask.cluster.build import RunCluster, Watch, open_cluster
 from trinity_dask.cluster.context import current_worker, worker_client
 from trinity_dask.cluster.rpc import ActorHandle, ActorLost, call, local_actor, rpc
 from trinity_dask.cluster.specs import ClusterError
@@ -20,6 +20,7 @@ __all__ = [
     "ActorRef",
     "ClusterError",
     "RunCluster",
+    "Watch",
     "call",
     "create_actor",
     "current_worker",

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 
 from distributed import Client
@@ -20,6 +21,7 @@ from trinity_dask.cluster.local import LocalGroups, dashboard_of
 from trinity_dask.cluster.placement import scheduler_of
 from trinity_dask.cluster.slots import ROLLOUT, RUNNER
 from trinity_dask.cluster.specs import ClusterError, needed_workers
+from trinity_dask.config.errors import ConfigError
 from trinity_dask.config.schema import Config
 
 logger = logging.getLogger(__name__)
@@ -28,6 +30,16 @@ CLOSE_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 20.0
 POLL_S = 0.1
 ELASTIC = (ROLLOUT, RUNNER)
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Whoever waits for a cluster: ``tell`` is given what is waited for; ``stopped`` says why
+    not to wait any longer (None: go on); ``failed`` hears why the cluster cannot go on later."""
+
+    tell: Callable[[str], object] = logger.info
+    stopped: Callable[[], str | None] = lambda: None
+    failed: Callable[[str], object] = logger.error
 
 
 class RunCluster:
@@ -117,18 +129,23 @@ def open_cluster(
     client: Client | None = None,
     before_joining: Callable[[Client], object] | None = None,
     run_id: str = "",
+    watch: Watch | None = None,
 ) -> RunCluster:
     """Build the cluster that ``cfg`` describes, or join the one of ``client``.
 
     ``before_joining`` is called with the client of a cluster that is joined, before any of its
-    workers is taken; ``run_id`` tells this run's claims from those of others.
+    workers is taken; ``run_id`` tells this run's claims from those of others. ``watch`` is told
+    what is waited for.
 
     A given client is used as it is and stays open. Otherwise ``cluster.type`` decides:
-    ``local`` starts processes here, ``address`` joins a running scheduler. In a cluster
+    ``local`` starts processes here, ``slurm`` has Slurm start them, ``address`` joins a running
+    scheduler. In a cluster
     that is joined, workers with slot labels keep their role and unlabelled ones are claimed.
 
     Raises:
         ClusterError: a port in use, nobody at the address, or not enough workers.
+        ConfigError: Slurm refuses a job.
+        StartStopped: ``watch`` says so.
     """
     if client is not None:
         if client.asynchronous or client.status != "running":
@@ -141,14 +158,26 @@ def open_cluster(
     if cfg.cluster.type == "address":
         return _join(cfg, _connect(cfg.cluster.address), True, before_joining, run_id)
     if cfg.cluster.type == "local":
-        return _build(cfg)
+        return _build(LocalGroups(cfg))
+    if cfg.cluster.type == "slurm":
+        return _build(_slurm_groups(cfg, watch or Watch()))
     raise ClusterError(
-        f"cluster.type={cfg.cluster.type!r} is unknown; it is one of: local, address"
+        f"cluster.type={cfg.cluster.type!r} is unknown; it is one of: local, address, slurm"
     )
 
 
-def _build(cfg: Config) -> RunCluster:
-    local = LocalGroups(cfg)
+def _slurm_groups(cfg: Config, watch: Watch) -> LocalGroups:
+    try:
+        from trinity_dask.cluster.slurm.groups import SlurmGroups
+    except ImportError as error:
+        raise ConfigError(
+            f"cluster=slurm needs the package dask-jobqueue ({error}): pip install "
+            "'trinity-dask[slurm]'"
+        ) from error
+    return SlurmGroups(cfg, watch.tell, watch.stopped, watch.failed)
+
+
+def _build(local: LocalGroups) -> RunCluster:
     try:
         local.start()
         client = Client(
@@ -156,6 +185,7 @@ def _build(cfg: Config) -> RunCluster:
             set_as_default=False,
             direct_to_workers=True,
             timeout=CONNECT_TIMEOUT_S,
+            security=local.security,
         )
         cluster = RunCluster(client, local=local)
     except BaseException:  # also an interrupt: nothing may be left behind

@@ -14,15 +14,19 @@ import shutil
 import signal
 import socket
 import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import dask
 import psutil
-from distributed import Client, Scheduler, SpecCluster
+from distributed import Client, Scheduler, Security, SpecCluster
 from distributed.utils import LoopRunner, sync
 
+from trinity_dask.cluster.addresses import listening_host
 from trinity_dask.cluster.logs import driver_log
+from trinity_dask.cluster.placement import LEAVING, TOPIC
 from trinity_dask.cluster.specs import (
     SETTINGS,
     ClusterError,
@@ -42,10 +46,12 @@ class LocalGroups:
     """Scheduler and workers of all groups, with their event loop in a thread of its own."""
 
     def __init__(self, cfg: Config):
-        self._cfg = cfg
+        host = listening_host(cfg.cluster.host, cfg.cluster.interface)
+        self._cfg = replace(cfg, cluster=replace(cfg.cluster, host=host))
         self._stack = contextlib.ExitStack()
         self._runner = LoopRunner(asynchronous=False)
         self._cluster: SpecCluster | None = None
+        self.security: Security | None = None  # of every connection; None: they are plain TCP
         directory, self._scratch_is_ours = cfg.cluster.local_directory, False
         if directory is None and cfg.job_dir is not None:
             directory = f"{cfg.job_dir}/dask"
@@ -71,6 +77,9 @@ class LocalGroups:
             ClusterError: a port is in use, or a worker did not start in time.
         """
         check_ports(self._cfg.cluster)
+        self._start_cluster()
+
+    def _start_cluster(self) -> None:
         timeout = self._cfg.cluster.start_timeout_s
         self._stack.enter_context(dask.config.set(SETTINGS))
         self._stack.enter_context(driver_log(log_dir(self._cfg)))
@@ -86,20 +95,30 @@ class LocalGroups:
             raise ClusterError(f"the cluster did not start: {error}") from error
 
     async def _start(self) -> None:
-        options = [
-            worker_options(self._cfg, group, index, self._scratch)
+        workers = {
+            f"{group}-{index}": self._worker(group, index)
             for group, count in needed_workers(self._cfg).items()
             for index in range(count)
-        ]
-        workers = {o["name"]: {"cls": GroupNanny, "options": o} for o in options}
+        }
         self._cluster = SpecCluster(
             workers=workers,
-            scheduler={"cls": Scheduler, "options": scheduler_options(self._cfg.cluster)},
+            scheduler={"cls": Scheduler, "options": self._scheduler_options()},
             asynchronous=True,
             silence_logs=False,
+            security=self.security,
             name=f"trinity-{self._cfg.name}",
         )
         await self._cluster
+
+    def _worker(self, group: str, index: int) -> dict[str, Any]:
+        """What Dask starts as the ``index``-th worker of ``group``."""
+        return {
+            "cls": GroupNanny,
+            "options": worker_options(self._cfg, group, index, self._scratch),
+        }
+
+    def _scheduler_options(self) -> dict[str, Any]:
+        return scheduler_options(self._cfg.cluster)
 
     def scale(self, group: str, n_workers: int) -> None:
         """Have workers 0 to ``n_workers`` - 1 of ``group``; the last ones go first.
@@ -120,12 +139,14 @@ class LocalGroups:
         leaving = [f"{group}-{index}" for index in sorted(indices) if index >= n_workers]
         for name in leaving:
             del spec[name]
-        nannies = [self._cluster.workers.pop(name) for name in leaving]
+        announce_leaving(self._cluster, leaving)
+        nannies = [
+            self._cluster.workers.pop(name) for name in leaving if name in self._cluster.workers
+        ]
         # not by Dask's own way, which first tries to move what they hold: actors cannot move
         await asyncio.gather(*(nanny.close() for nanny in nannies))
         for index in set(range(n_workers)) - indices:
-            options = worker_options(self._cfg, group, index, self._scratch)
-            spec[options["name"]] = {"cls": GroupNanny, "options": options}
+            spec[f"{group}-{index}"] = self._worker(group, index)
         await self._cluster._correct_state()
 
     def close(self, timeout_s: float) -> None:
@@ -163,6 +184,15 @@ class LocalGroups:
             with contextlib.suppress(psutil.NoSuchProcess):
                 found.add(psutil.Process(pid))
         return found
+
+
+def announce_leaving(cluster: SpecCluster, names: Sequence[str]) -> None:
+    """Say of workers that they are about to leave: what they do is handed back, not lost."""
+    scheduler = cluster.scheduler
+    assert scheduler is not None
+    for address, worker in scheduler.workers.items():
+        if worker.name in names:
+            scheduler.log_event(TOPIC, {"action": LEAVING, "worker": address})
 
 
 def dashboard_of(owner: SpecCluster | Client) -> str | None:

@@ -96,14 +96,15 @@ async def wait_until_alive(client: Client, future: Future, timeout: float) -> st
 
 
 TOPIC = "all"  # where the Dask scheduler announces workers that come and go
+LEAVING = "leaving-worker"  # an announcement of ours: it will go, and takes nothing any more
 
 Listener = Callable[[dict[str, Any]], None]
 _listeners: WeakKeyDictionary[Client, set[Listener]] = WeakKeyDictionary()
 
 
 def listen(client: Client, listener: Listener) -> Callable[[], None]:
-    """Have every announcement (``action``: ``add-worker``, ``remove-worker`` and others;
-    ``worker``: its address); returns what ends it.
+    """Have every announcement (``action``: ``add-worker``, ``remove-worker``, :data:`LEAVING` and
+    others; ``worker``: its address); returns what ends it.
 
     Every listener of a client hears them, although Dask keeps one handler for each client.
     """

@@ -26,10 +26,12 @@ from trinity_dask.cluster.slots import (
     group_threads,
 )
 from trinity_dask.config import modes
-from trinity_dask.config.schema import Config
+from trinity_dask.config.schema import ClusterConfig, Config
 
+FOR_EVER_S = 30 * 24 * 3600.0
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
+INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 # In force before the first process is started, and as long as processes may be restarted: nannies
 # read some of them at each start of a worker.
@@ -75,6 +77,10 @@ class ClusterError(RuntimeError):
     """The cluster cannot be built or joined; the message says what to change."""
 
 
+class StartStopped(RuntimeError):
+    """The caller did not want to wait for the workers any longer; the message is its reason."""
+
+
 class GroupWorker(Worker):
     """A worker whose process is guarded before the worker exists in it."""
 
@@ -110,6 +116,13 @@ def needed_workers(cfg: Config) -> dict[str, int]:
     return {group: count for group, count in counts.items() if count > 0}
 
 
+def away_s(cluster: ClusterConfig, usual_s: float) -> float:
+    """How long a lost worker may stay away: ``usual_s``, and what its new job may wait for."""
+    if cluster.type != "slurm":
+        return usual_s
+    return usual_s + (cluster.pending_timeout_s or FOR_EVER_S)
+
+
 def log_dir(cfg: Config) -> Path | None:
     """Where worker processes log, or ``None`` where the job has no directory."""
     return None if cfg.job_dir is None else Path(cfg.job_dir).absolute() / "log"
@@ -119,6 +132,8 @@ def worker_options(cfg: Config, group: str, index: int, local_directory: str) ->
     """Options of :class:`GroupNanny` for the ``index``-th worker of ``group``."""
     spec = group_config(cfg.cluster, group)
     env = {name: str(spec.omp_threads) for name in THREAD_VARIABLES}
+    if cfg.cluster.interface is not None:
+        env |= {name: cfg.cluster.interface for name in INTERFACE_VARIABLES}
     directory = log_dir(cfg)
     if directory is not None:
         env[LOG_DIR_ENV] = str(directory)
@@ -128,7 +143,7 @@ def worker_options(cfg: Config, group: str, index: int, local_directory: str) ->
         "resources": group_resources(group, index, spec),
         "memory_limit": spec.memory_limit,
         "env": env | dict(spec.env),
-        "host": cfg.cluster.host,
+        "host": cfg.cluster.host,  # of a worker of this machine
         "local_directory": local_directory,
         "worker_class": GroupWorker,
         "dashboard": False,

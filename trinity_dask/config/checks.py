@@ -61,10 +61,10 @@ def cluster(config: Config) -> Iterator[str]:
             f"cluster.address={section.address!r} is not a scheduler address; write "
             "cluster=address cluster.address=tcp://host:8786"
         )
-    if section.type == "local" and section.address is not None:
+    if section.type != "address" and section.address is not None:
         yield (
-            f"cluster.address={section.address!r} has no effect with cluster.type=local; write "
-            "cluster=address to join that scheduler, or leave the address out"
+            f"cluster.address={section.address!r} has no effect with cluster.type={section.type}; "
+            "write cluster=address to join that scheduler, or leave the address out"
         )
     if section.control.n_workers != 1:
         yield (

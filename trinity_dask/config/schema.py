@@ -232,20 +232,51 @@ class GroupConfig:
     env: dict[str, str] = field(default_factory=dict)  # environment variables of the processes
     # which of a shared cluster's slots this run has; filled in when it joins other runs
     first_index: Optional[int] = setting(None, ge=0)
+    # slurm: cores of the job of each worker; None = omp_threads
+    cpus: Optional[int] = setting(None, ge=1)
+    mem: Optional[str] = None  # slurm: memory of the job, as 32G; None = what the site gives
+    gres: Optional[str] = None  # slurm: as gpu:a100:1; None = gpu:<gpus_per_worker>
+    partition: Optional[str] = None  # slurm: None = cluster.partition
+    walltime: Optional[str] = None  # slurm: as 4:00:00; None = cluster.walltime
+    # slurm: more options of sbatch (or of srun, in an allocation), as --constraint=a100
+    directives: list[str] = field(default_factory=list)
 
 
 @dataclass
 class ClusterConfig:
     """Where the processes live."""
 
-    # processes on this machine, or those of a running scheduler
-    type: str = setting("local", choices=("local", "address"))
+    # processes on this machine, those of a running scheduler, or jobs of Slurm
+    type: str = setting("local", choices=("local", "address", "slurm"))
     address: Optional[str] = None  # scheduler address for type=address
     scheduler_port: int = setting(0, ge=0, le=65535)  # 0 = any free port
     dashboard_address: Optional[str] = "127.0.0.1:0"  # None = no dashboard
-    host: str = "127.0.0.1"  # address the scheduler and the workers listen on
+    # address the scheduler and the workers of this machine listen on; auto = this machine's own
+    host: str = "127.0.0.1"
     start_timeout_s: float = setting(120.0, gt=0)  # until all workers are there
     local_directory: Optional[str] = None  # Dask scratch; None = a directory under the job
+    # network interface of all traffic, as ib0; None = the one on the way to the scheduler
+    interface: Optional[str] = None
+    # encrypted, and only for holders of the run's own certificate; slurm only. None = unless the
+    # scheduler listens on the loopback alone
+    tls: Optional[bool] = None
+    # slurm: a job for each worker (login), or a step of the allocation this runs in; auto = as
+    # this process is in an allocation or not
+    where: str = setting("auto", choices=("auto", "login", "allocation"))
+    partition: Optional[str] = None  # slurm: of all groups that name none; None = the site's
+    account: Optional[str] = None  # slurm: who pays
+    qos: Optional[str] = None  # slurm: quality of service
+    walltime: Optional[str] = None  # slurm: of each job, as 4:00:00; None = the partition's
+    prologue: list[str] = field(default_factory=list)  # slurm: shell lines before each command
+    # slurm: more options of sbatch for all jobs (or of srun, in an allocation)
+    directives: list[str] = field(default_factory=list)
+    # slurm: so long before the end of its allocation a process is told to save and leave
+    signal_lead_s: float = setting(300.0, gt=0)
+    # slurm: how long a job may wait in the queue; None = for ever. start_timeout_s counts from
+    # the moment a job runs
+    pending_timeout_s: Optional[float] = setting(None, gt=0)
+    # slurm: how often the job of a worker that was lost is submitted again
+    max_resubmits: int = setting(3, ge=0)
     # the launcher, the explorer, the buffer and the synchronizer
     control: GroupConfig = field(
         default_factory=lambda: GroupConfig(nthreads=DEFAULT_THREADS["control"])
@@ -259,6 +290,8 @@ class ClusterConfig:
     runner: GroupConfig = field(
         default_factory=lambda: GroupConfig(n_workers=0, nthreads=DEFAULT_THREADS["runner"])
     )
+    # slurm: the job in which `trinity-dask submit` has the driver; its job options count only
+    driver: GroupConfig = field(default_factory=lambda: GroupConfig(nthreads=1))
 
 
 @dataclass

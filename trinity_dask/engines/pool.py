@@ -26,7 +26,7 @@ from trinity_dask.cluster.actors import (
     release_actor,
 )
 from trinity_dask.cluster.context import worker_client
-from trinity_dask.cluster.placement import listen, slot_labels
+from trinity_dask.cluster.placement import LEAVING, listen, slot_labels
 from trinity_dask.cluster.rpc import ActorHandle, ActorLost, rpc
 from trinity_dask.models.actor.actor import EngineActor
 from trinity_dask.models.protocol import EngineSpec
@@ -60,6 +60,7 @@ class _Engine:
     holds: bool = False  # the weights that the others hold, so it takes part in transfers
     ready: bool = False
     restarts: int = 0
+    leaves: bool = False  # its worker has said that it is about to go
 
     @property
     def slot(self) -> str:
@@ -268,10 +269,11 @@ class EnginePool:
         self._changes.notify()
 
     async def _rebuilt(self, engine: _Engine) -> bool:
-        if engine.restarts >= self.max_restarts:
+        announced, engine.leaves = engine.leaves, False  # which is no fault of the engine
+        if engine.restarts >= self.max_restarts and not announced:
             raise EngineGone(f"it was re-created {engine.restarts} times already")
         engine.holds = engine.ready = False
-        engine.restarts += 1
+        engine.restarts += not announced
         self.restarts += 1
         try:
             engine.ref = await recreate_actor(engine.ref, timeout=self.rejoin_timeout_s)
@@ -323,6 +325,11 @@ class EnginePool:
     def _heard(self, message: dict[str, Any]) -> None:
         if message.get("action") == "add-worker":
             self._looks.start(self._look_for_arrivals())
+        elif message.get("action") == LEAVING:
+            for engine in self._engines.values():
+                if engine.ref.handle.address == message.get("worker"):
+                    engine.holds = engine.ready = False
+                    engine.leaves = True
 
     async def _look_for_arrivals(self) -> None:
         """Every engine slot there is, whenever a worker has joined; a look that fails is made up

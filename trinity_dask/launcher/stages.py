@@ -22,9 +22,10 @@ from trinity_dask.aio import all_or_first_error, ended
 from trinity_dask.buffer.experience_buffer import ExperienceBuffer
 from trinity_dask.cluster.actors import release_actor
 from trinity_dask.cluster.context import freeze_loaded
+from trinity_dask.cluster.specs import away_s
 from trinity_dask.config import save as save_config
 from trinity_dask.config.schema import Config
-from trinity_dask.engines.pool import EnginePool
+from trinity_dask.engines.pool import CREATE_TIMEOUT_S, EnginePool
 from trinity_dask.explorer.coordinator import Coordinator
 from trinity_dask.explorer.engine_weights import EngineWeights
 from trinity_dask.explorer.loop import ExploreLoop
@@ -184,6 +185,7 @@ class StageRunner:
             self.run_id,
             engine.prepare_timeout_s,
             spec_of=partial(joining_spec, self.cfg),
+            rejoin_timeout_s=away_s(self.cfg.cluster, CREATE_TIMEOUT_S),
         )
         stack.push_async_callback(bounded, self.pool.close, "engines")
         return self.pool

@@ -12,13 +12,14 @@ import socket
 import threading
 import uuid
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Optional
 
 from trinity_dask.cluster.actors import ActorRef, start_actor, stop_actor
-from trinity_dask.cluster.build import RunCluster, open_cluster
+from trinity_dask.cluster.build import RunCluster, Watch, open_cluster
 from trinity_dask.cluster.rpc import ActorHandle, ActorLost, call
 from trinity_dask.cluster.slots import CONTROL
-from trinity_dask.cluster.specs import ClusterError
+from trinity_dask.cluster.specs import ClusterError, StartStopped, away_s
 from trinity_dask.config import Config, resolve, split_stages, validate
 from trinity_dask.launcher.job_files import finished_message
 from trinity_dask.launcher.job_lock import claims_of, wait_unlocked
@@ -218,6 +219,9 @@ class Run:
             self._open()
             self._launch()
         except BaseException as error:
+            if isinstance(error, StartStopped):
+                self._end("interrupted", str(error))
+                return
             self.error = error
             if self._cluster is None and self._announced is not None:
                 self._withdraw(self._announced)
@@ -230,7 +234,14 @@ class Run:
         if self._given_client is None and self.cfg.cluster.type == "local":
             check_start_model(self.stages)
         self._set(message="starting the cluster")
-        self._cluster = open_cluster(self.cfg, self._given_client, self._announce, self.run_id)
+        watch = Watch(
+            tell=lambda message: self._set(message=message),
+            stopped=lambda: self._stop_reason,
+            failed=partial(self._end, "failed"),
+        )
+        self._cluster = open_cluster(
+            self.cfg, self._given_client, self._announce, self.run_id, watch
+        )
         self._client = self._cluster.client
 
     def _announce(self, client: Client) -> None:
@@ -251,7 +262,7 @@ class Run:
             {"host": socket.gethostname(), "pid": os.getpid()},
             slot=CONTROL,
             key=f"{self.run_id}-launcher-{self._relaunches}",
-            timeout=START_TIMEOUT_S,
+            timeout=away_s(self.cfg.cluster, START_TIMEOUT_S),
         )
         self._handle = self._ref.handle
         self._call("start")
@@ -286,7 +297,10 @@ class Run:
 
     def _lost(self, error: BaseException) -> None:
         """The control worker died: its state is on disk, so start the launcher again."""
-        if not self._owner or self._relaunches >= MAX_RELAUNCHES or self._stop_reason:
+        allowed = MAX_RELAUNCHES
+        if self.cfg.cluster.type == "slurm":
+            allowed = self.cfg.cluster.max_resubmits
+        if not self._owner or self._relaunches >= allowed or self._stop_reason:
             self._end("failed", f"the control worker was lost: {error}")
             return
         self._relaunches += 1
@@ -317,6 +331,8 @@ class Run:
             self._changed.notify_all()
 
     def _end(self, state: str, message: str) -> None:
+        if self._ended.is_set():
+            return
         if self._given_client is not None and self._owner and self._cluster is not None:
             self._release()  # a cluster that is not ours is given back as soon as we are done
         self._set(state=state, message=message, version=int(self._status["version"]) + 1)

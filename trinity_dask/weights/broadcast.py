@@ -11,7 +11,6 @@ copied on the way.
 
 from __future__ import annotations
 
-import socket
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Optional
 
+from trinity_dask.cluster.addresses import address_towards
 from trinity_dask.models.protocol import TensorMeta, WeightGroupSpec, WeightUpdate
 from trinity_dask.weights.checksum import Digest
 from trinity_dask.weights.files import read_safetensors, weight_files
@@ -219,7 +219,7 @@ def _backend(spec: WeightGroupSpec, store: Any, rank: int, timeout: timedelta) -
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timeout
-        options._devices = [gloo.create_device(hostname=_own_address(spec.host))]
+        options._devices = [gloo.create_device(hostname=address_towards(spec.host))]
         return gloo(store, rank, spec.world_size, options)
     if spec.backend == "nccl":
         nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
@@ -229,18 +229,6 @@ def _backend(spec: WeightGroupSpec, store: Any, rank: int, timeout: timedelta) -
         options._timeout = timeout
         return nccl(store, rank, spec.world_size, options)
     raise ValueError(f"weight group backend must be gloo or nccl (got {spec.backend!r})")
-
-
-def _own_address(peer: str) -> str:
-    """This machine's address on the route to ``peer``.
-
-    Gloo would otherwise resolve the host name, which on many machines is not the
-    interface that the peer can reach.
-    """
-    family, _, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # a datagram socket only picks a route; nothing is sent
-        return probe.getsockname()[0]
 
 
 # --------------------------------------------------------------------------- the tensors

@@ -21,7 +21,7 @@ from distributed import Client
 
 from trinity_dask.aio import Background, ended
 from trinity_dask.cluster.context import current_worker
-from trinity_dask.cluster.placement import listen, scheduler_of
+from trinity_dask.cluster.placement import LEAVING, listen, scheduler_of
 from trinity_dask.cluster.slots import PREFIX, ROLLOUT, RUNNER, slot_resource
 from trinity_dask.explorer.rollout.subtask import RunnerSettings, warm_up
 from trinity_dask.models.actor.actor import ready_engine
@@ -52,8 +52,9 @@ async def report_ready(
 class Membership:
     """Watches the slots of the groups ``rollout`` and ``runner``.
 
-    ``addresses`` are those of the slots that are up. ``on_up(slot, capacity, group)`` and
-    ``on_lost(slot)`` are called on the event loop.
+    ``addresses`` are those of the slots that are up. ``on_up(slot, capacity, group)``,
+    ``on_lost(slot)`` and, for a worker that is about to leave, ``on_left(slot)`` are called on
+    the event loop.
     """
 
     def __init__(
@@ -63,12 +64,15 @@ class Membership:
         on_up: Callable[[str, int, str], None],
         on_lost: Callable[[str], None],
         settings: Optional[RunnerSettings] = None,
+        on_left: Optional[Callable[[str], None]] = None,
     ) -> None:
         self._client = client
         self._settings = settings
         self._ready_timeout_s = ready_timeout_s
         self._on_up = on_up
         self._on_lost = on_lost
+        self._on_left = on_left or on_lost
+        self._left: dict[str, str] = {}  # slots of workers that leave and are still there
         self.addresses: dict[str, str] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}
         self._looks = Background("looking for workers")
@@ -85,10 +89,20 @@ class Membership:
         await ended(self._probes.values())
         self._probes.clear()
         self.addresses.clear()
+        self._left.clear()
 
     def _heard(self, message: dict[str, Any]) -> None:
         action = message.get("action")
-        if action == "remove-worker":
+        if action == LEAVING:
+            for slot, address in list(self.addresses.items()):
+                if address == message.get("worker"):
+                    self._left[slot] = self.addresses.pop(slot)
+                    self._on_left(slot)
+        elif action == "remove-worker":
+            for slot, address in list(self._left.items()):
+                if address == message.get("worker"):
+                    del self._left[slot]
+                    self._probe(slot)
             for slot, address in list(self.addresses.items()):
                 if address == message.get("worker"):
                     self._lose(slot)
@@ -108,6 +122,8 @@ class Membership:
             identity = await scheduler_of(self._client).identity(n_workers=-1)
             present = self._present(identity["workers"])
             for slot, address in present.items():
+                if self._left.get(slot) == address:
+                    continue
                 if slot in self.addresses and self.addresses[slot] != address:
                     self._lose(slot)
                 elif slot not in self.addresses:

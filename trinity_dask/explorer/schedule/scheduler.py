@@ -93,7 +93,12 @@ class Executor:
         self._fetchers: dict[str, asyncio.Task[None]] = {}
         ready_s = cfg.explorer.rollout_model.prepare_timeout_s + READY_GRACE_S
         self.membership = Membership(
-            client, ready_s, self._worker_up, self._worker_lost, self._settings
+            client,
+            ready_s,
+            self._worker_up,
+            self._worker_lost,
+            self._settings,
+            self._worker_left,
         )
         self._timer: Optional[asyncio.TimerHandle] = None
         self._timer_due = 0.0
@@ -281,6 +286,10 @@ class Executor:
     def _worker_lost(self, slot: str) -> None:
         log.warning("worker of %s was lost; its sub-tasks run again", slot)
         self.apply(self._state.worker_lost(slot, time.monotonic()))
+
+    def _worker_left(self, slot: str) -> None:
+        log.info("worker of %s is about to leave; others take over its sub-tasks", slot)
+        self.apply(self._state.worker_left(slot, time.monotonic()))
 
     # where workflows run --------------------------------------------------------------
     def group_of(self, task: Task) -> str:

@@ -228,6 +228,27 @@ class SchedulerState:
             instructions += [Cancel(attempt_id), *self._conclude(sub_task, lost, None)]
         return [*instructions, *self._fill(now)]
 
+    def worker_left(self, name: str, now: float) -> list[Instruction]:
+        """A worker is about to leave: its sub-tasks start again elsewhere, at no cost to them.
+        What has ended there is still fetched."""
+        self.workers.down(name)
+        instructions: list[Instruction] = []
+        for attempt_id in self._on(name):
+            attempt = self.running[attempt_id]
+            if attempt.ended:
+                continue
+            self._out(attempt_id)
+            instructions.append(Cancel(attempt_id))
+            sub_task = attempt.sub_task
+            if self.batches[sub_task.task.batch_id].cut:
+                error = RunError(WORKER_LOST, f"the worker of {name} left")
+                lost = AttemptOutcome.all_failed(sub_task.repeat_times, error)
+                instructions += self._conclude(sub_task, lost, None)
+            else:
+                sub_task.attempts -= 1
+                self.pending.push_front(sub_task)
+        return [*instructions, *self._fill(now)]
+
     def set_limit(self, limit: Optional[int], now: float) -> list[Instruction]:
         """Attempts already out are not touched."""
         self.limit = limit

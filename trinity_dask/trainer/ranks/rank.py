@@ -38,6 +38,7 @@ from trinity_dask.cluster.actors import (
 from trinity_dask.cluster.context import freeze_loaded
 from trinity_dask.cluster.rpc import ActorHandle, ActorLost, rpc
 from trinity_dask.cluster.slots import trainer_slot
+from trinity_dask.cluster.specs import away_s
 from trinity_dask.config.schema import Config
 from trinity_dask.experience.schema import decode, group_codes
 from trinity_dask.models.protocol import (
@@ -561,7 +562,7 @@ class RankPool:
     async def _recreate_lost(self, cause: Exception) -> None:
         if isinstance(cause, ActorLost):
             self._lost.update({r: h for r, h in enumerate(self.handles) if h == cause.handle})
-        timeout_s = self.cfg.cluster.start_timeout_s
+        timeout_s = away_s(self.cfg.cluster, self.cfg.cluster.start_timeout_s)
         for rank in self.lost:
             log.warning("creating trainer rank %d again", rank)
             self._refs[rank] = await recreate_actor(self._refs[rank], timeout_s)

@@ -1,0 +1,158 @@
+"""Runs whose workers are jobs of a real Slurm: refused, waiting, losing their jobs, killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from slurm_stand import Slurm, until
+
+from trinity_dask.buffer.store.experience_store import ExperienceStore
+from trinity_dask.launcher.accounts import BatchAccounts
+
+pytestmark = pytest.mark.timeout(280)
+START_S = 120.0
+RUN_S = 240.0
+
+
+class Driver:
+    """``trinity-dask run`` with cluster=slurm, as a user starts it on a login node."""
+
+    def __init__(self, slurm: Slurm, root: Path, *overrides: str) -> None:
+        self.slurm, self.root = slurm, root
+        self._out = root / "driver.out"
+        words = [
+            *("run", "+experiment=sort_task", "engine=torch", "cluster=slurm", "name=job"),
+            *("monitor.progress=plain", "monitor.sinks=[jsonl]", "monitor.curves=false"),
+            *("algorithm.repeat_times=4", "buffer.batch_size=4", "explorer.eval_interval=0"),
+            *("explorer.eval_on_startup=false", "explorer.eval_at_end=false"),
+            f"checkpoint_root_dir={root}",
+            *overrides,
+        ]
+        environment = {**slurm.env, "OMP_NUM_THREADS": "1"}
+        with open(self._out, "w", encoding="utf-8") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "trinity_dask", *words],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+
+    @property
+    def output(self) -> str:
+        return self._out.read_text(encoding="utf-8")
+
+    @property
+    def job(self) -> Path:
+        return self.root / "trinity-dask" / "job"
+
+    def says(self, text: str, timeout_s: float = START_S) -> None:
+        until(lambda: text in self.output or self._ended(), f"{text!r}", timeout_s)
+        assert text in self.output, self.output[-3000:]
+
+    def _ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def step(self) -> int:
+        """The newest train step that is on disk."""
+        try:
+            lines = (self.job / "monitor" / "metrics.jsonl").read_text().splitlines()
+        except FileNotFoundError:
+            return 0
+        rows = [json.loads(line) for line in lines if line.endswith("}")]
+        return max((row["step"] for row in rows if row["role"] == "trainer"), default=0)
+
+    def until_step(self, step: int) -> None:
+        until(lambda: self.step() >= step or self._ended(), f"step {step}", RUN_S)
+        assert not self._ended() or self.step() >= step, self.output[-3000:]
+
+    def end(self, timeout_s: float = RUN_S) -> int:
+        return self.process.wait(timeout_s)
+
+    def kill(self) -> None:
+        if not self._ended():
+            self.process.kill()
+            self.process.wait()
+
+
+@pytest.fixture
+def drive(slurm: Slurm, tmp_path: Path) -> Iterator[Callable[..., Driver]]:
+    started: list[Driver] = []
+
+    def start(*overrides: str) -> Driver:
+        started.append(Driver(slurm, tmp_path, *overrides))
+        return started[-1]
+
+    yield start
+    for driver in started:
+        driver.kill()
+    until(lambda: slurm.queue() == {}, "empty queue", 60)
+
+
+def test_a_partition_that_is_not_there_is_a_mistake_of_the_configuration(
+    drive: Callable[..., Driver],
+) -> None:
+    driver = drive("cluster.rollout.partition=nosuch")
+    assert driver.end(START_S) == 2, driver.output
+    assert "Invalid partition name specified" in driver.output
+    assert "rollout-0" in driver.output
+    assert "Traceback" not in driver.output
+    assert driver.slurm.queue() == {}
+
+
+def test_who_waits_in_the_queue_is_told_why_and_may_leave(drive: Callable[..., Driver]) -> None:
+    driver = drive("cluster.rollout.partition=closed")
+    driver.says("rollout-0 PENDING (PartitionDown)")
+    begin = time.monotonic()
+    driver.process.send_signal(signal.SIGUSR1)
+    assert driver.end(60) == 130, driver.output
+    assert time.monotonic() - begin < 30
+    assert driver.slurm.queue() == {}
+
+
+def test_a_job_that_dies_at_its_start_shows_what_it_said(drive: Callable[..., Driver]) -> None:
+    driver = drive('cluster.prologue=["echo no such module; exit 3"]')
+    assert driver.end(START_S) == 1, driver.output
+    assert "no such module" in driver.output
+    assert "ended while it started: FAILED" in driver.output
+    assert driver.slurm.queue() == {}
+
+
+def test_jobs_of_every_group_are_lost_and_the_run_goes_on_to_its_end(
+    drive: Callable[..., Driver],
+) -> None:
+    steps = 24
+    driver = drive(
+        f"buffer.total_steps={steps}", "trainer.save_interval=1", "cluster.rollout.n_workers=2",
+        "cluster.tls=true", "cluster.rollout.gpus_per_worker=0", "cluster.rollout.gres=gpu:1",
+    )  # fmt: skip
+    lost = []
+    for worker in ("rollout-1", "trainer-0", "control-0"):
+        driver.until_step(driver.step() + 2)
+        lost.append(driver.slurm.job_of(worker))
+        driver.slurm.run("scancel", lost[-1])
+    assert driver.end() == 0, driver.output[-3000:]
+    assert None not in lost
+    store = ExperienceStore(str(driver.job / "buffer" / "experience"))
+    manifests = store.manifests()
+    total = sum((BatchAccounts.from_meta(m.meta) for m in manifests), BatchAccounts())
+    assert [m.batch_id for m in manifests] == list(range(1, steps + 1))
+    assert total.errors("lineage") == []
+    key = next(driver.job.glob("slurm/*/tls/key.pem"))
+    assert key.stat().st_mode & 0o777 == 0o600
+    until(lambda: driver.slurm.queue() == {}, "empty queue")
+
+
+def test_a_driver_that_is_killed_leaves_no_job(drive: Callable[..., Driver]) -> None:
+    driver = drive("cluster.rollout.partition=closed")
+    driver.says("PENDING")
+    os.kill(driver.process.pid, signal.SIGKILL)
+    until(lambda: driver.slurm.queue() == {}, "empty queue", 60)

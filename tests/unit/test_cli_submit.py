@@ -1,0 +1,68 @@
+"""The script of a driver's job: its options, its command, and what is refused before."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trinity_dask.cli import main
+from trinity_dask.cli.submit import SCRIPT
+
+JOB = ["+experiment=sort_digits_tiny", "engine=torch", "cluster=slurm"]
+
+
+def test_the_dry_run_prints_the_script_and_leaves_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = [*JOB, f"checkpoint_root_dir={tmp_path}", "cluster.driver.walltime=2:00:00"]
+    assert main(["submit", "--dry-run", *words, "cluster.partition=cpu", "name=a b"]) == 0
+    script = capsys.readouterr().out
+    directives = [line.split()[1] for line in script.splitlines() if line.startswith("#SBATCH")]
+    assert {"--time=2:00:00", "--partition=cpu", "--requeue"} <= set(directives)
+    assert "--signal=B:USR1@300" in directives
+    command = next(line for line in script.splitlines() if line.endswith(" &"))
+    assert shlex.split(command)[1:4] == ["-m", "trinity_dask", "run"]
+    assert {"name=a b", "cluster.where=login"} <= set(shlex.split(command))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_submit_is_for_slurm(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", *JOB[:2]]) == 2
+    assert "add cluster=slurm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("driver_ends_with", "number", "requeued"),
+    [(130, signal.SIGUSR1, True), (1, signal.SIGUSR1, False), (130, signal.SIGTERM, False)],
+)
+def test_only_a_driver_that_saved_before_its_time_was_over_is_queued_again(
+    tmp_path: Path, driver_ends_with: int, number: int, requeued: bool
+) -> None:
+    driver = (
+        "import signal, sys, pathlib; signal.signal(signal.SIGTERM, lambda *_: "
+        f"sys.exit({driver_ends_with})); pathlib.Path('up').touch(); signal.pause()"
+    )
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/bash\necho $* > requeued\n")
+    scontrol.chmod(0o755)
+    path = tmp_path / "job.sh"
+    command = shlex.join([sys.executable, "-c", driver])
+    path.write_text(SCRIPT.format(directives="", prologue="", command=command, script=path))
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    job = subprocess.Popen(["bash", str(path)], cwd=tmp_path, env=environment)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "up").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    job.send_signal(number)
+    assert job.wait(60) == driver_ends_with
+    assert (tmp_path / "requeued").exists() == requeued
+    if requeued:
+        assert (tmp_path / "requeued").read_text() == "requeue 7\n"
