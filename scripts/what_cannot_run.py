@@ -7,6 +7,7 @@ about it would be.
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -58,12 +59,15 @@ def missing() -> list[tuple[str, str, str]]:
         ("duckdb", "DuckDB over a run's store", "pip install -e .[test]"),
         ("wandb", "the wandb sink", "pip install -e .[trackers]"),
         ("mlflow", "the mlflow sink", "pip install -e .[trackers]"),
+        ("playwright", "tests/browser", "pip install -e .[test]"),
     ):
         reason = imports(module)
         if reason:
             found.append((tests, f"{module}: {reason}", remedy))
     if (reason := slurm()) is not None:
         found.append(("tests/slurm: runs as jobs of a real Slurm", reason, "install the packages"))
+    if shutil.which("chromium") is None and shutil.which("google-chrome") is None:
+        found.append(("tests/browser", "no chromium", "apt-get install chromium"))
     if gpus() == 0:
         found.append(
             ("everything on a GPU (nccl, bfloat16 kernels)", "no GPU", "a machine with one")

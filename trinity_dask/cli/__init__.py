@@ -28,6 +28,7 @@ COMMANDS = {
     "samples": "show experiences of a job: prompt, response, reward",
     "worker": "add a worker to a running scheduler by hand",
     "convert": "checkpoints to Hugging Face directories (merges adapters)",
+    "studio": "make a configuration in the browser, check it, run it",
     "import-trinity": "a configuration of Trinity-RFT as one of ours",
     "doctor": "versions, cores, GPUs, ports and disk of this machine",
 }

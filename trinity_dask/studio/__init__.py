@@ -1,0 +1,1 @@
+"""The configuration page: a form in the browser, served from a process of its own."""
