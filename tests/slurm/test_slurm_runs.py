@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from slurm_stand import Slurm, until
 
+from trinity_dask import Run
 from trinity_dask.buffer.store.experience_store import ExperienceStore
 from trinity_dask.launcher.accounts import BatchAccounts
 
@@ -25,7 +26,9 @@ RUN_S = 240.0
 class Driver:
     """``trinity-dask run`` with cluster=slurm, as a user starts it on a login node."""
 
-    def __init__(self, slurm: Slurm, root: Path, *overrides: str) -> None:
+    def __init__(
+        self, slurm: Slurm, root: Path, *overrides: str, within: Sequence[str] = ()
+    ) -> None:
         self.slurm, self.root = slurm, root
         self._out = root / "driver.out"
         words = [
@@ -39,7 +42,7 @@ class Driver:
         environment = {**slurm.env, "OMP_NUM_THREADS": "1"}
         with open(self._out, "w", encoding="utf-8") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "trinity_dask", *words],
+                [*within, sys.executable, "-m", "trinity_dask", *words],
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env=environment,
@@ -87,8 +90,8 @@ class Driver:
 def drive(slurm: Slurm, tmp_path: Path) -> Iterator[Callable[..., Driver]]:
     started: list[Driver] = []
 
-    def start(*overrides: str) -> Driver:
-        started.append(Driver(slurm, tmp_path, *overrides))
+    def start(*overrides: str, within: Sequence[str] = ()) -> Driver:
+        started.append(Driver(slurm, tmp_path, *overrides, within=within))
         return started[-1]
 
     yield start
@@ -134,6 +137,10 @@ def test_jobs_of_every_group_are_lost_and_the_run_goes_on_to_its_end(
         f"buffer.total_steps={steps}", "trainer.save_interval=1", "cluster.rollout.n_workers=2",
         "cluster.tls=true", "cluster.rollout.gpus_per_worker=0", "cluster.rollout.gres=gpu:1",
     )  # fmt: skip
+    driver.until_step(1)
+    attached = Run.attach(str(driver.job))  # by the certificate that lies there
+    assert attached.status["n_stages"] == 1
+    attached.close()
     lost = []
     for worker in ("rollout-1", "trainer-0", "control-0"):
         driver.until_step(driver.step() + 2)
@@ -149,6 +156,22 @@ def test_jobs_of_every_group_are_lost_and_the_run_goes_on_to_its_end(
     key = next(driver.job.glob("slurm/*/tls/key.pem"))
     assert key.stat().st_mode & 0o777 == 0o600
     until(lambda: driver.slurm.queue() == {}, "empty queue")
+
+
+def test_in_an_allocation_workers_are_steps_and_a_lost_one_is_started_again(
+    drive: Callable[..., Driver],
+) -> None:
+    steps = 8
+    salloc = ["salloc", "--quiet", "--nodes=2", "--ntasks-per-node=4"]
+    driver = drive(f"buffer.total_steps={steps}", within=salloc)
+    driver.until_step(2)
+    [job] = driver.slurm.queue()
+    shown = driver.slurm.run("squeue", "-h", "-s", "-j", job, "-o", "%i %j").splitlines()
+    named = {name.split("-", 2)[-1]: step for step, name in map(str.split, shown) if "td-" in name}
+    assert set(named) == {"control-0", "rollout-0", "trainer-0"}
+    driver.slurm.run("scancel", named["rollout-0"])
+    assert driver.end() == 0, driver.output[-3000:]
+    assert driver.step() == steps
 
 
 def test_a_driver_that_is_killed_leaves_no_job(drive: Callable[..., Driver]) -> None:

@@ -29,7 +29,7 @@ def main(args: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="trinity-dask stop", description=__doc__)
-    parser.add_argument("address", help="the scheduler, as tcp://host:8786")
+    parser.add_argument("address", help="job directory, or the scheduler, as tcp://host:8786")
     parser.add_argument("--name", help="job name or run id, when an address has several runs")
     parser.add_argument("--timeout-s", type=float, default=300.0, help="seconds to wait for it")
     return parser

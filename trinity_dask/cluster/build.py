@@ -50,6 +50,7 @@ class RunCluster:
         scheduler_address: where other drivers and workers join.
         dashboard_link: URL, or ``None`` without a dashboard.
         owns_workers: whether closing ends the workers.
+        certificate: directory of the certificate that others need who join, or ``None``.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class RunCluster:
         self.scheduler_address: str = scheduler_of(client).address
         self.dashboard_link = local.dashboard_link if local else dashboard_of(client)
         self.owns_workers = local is not None
+        self.certificate = local.certificate if local else None
         self._local, self._owns_client = local, owns_client
         self._closed = False
         atexit.register(self.close)

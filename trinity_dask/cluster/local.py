@@ -52,6 +52,7 @@ class LocalGroups:
         self._runner = LoopRunner(asynchronous=False)
         self._cluster: SpecCluster | None = None
         self.security: Security | None = None  # of every connection; None: they are plain TCP
+        self.certificate: Path | None = None  # the directory that ``security`` is from
         directory, self._scratch_is_ours = cfg.cluster.local_directory, False
         if directory is None and cfg.job_dir is not None:
             directory = f"{cfg.job_dir}/dask"

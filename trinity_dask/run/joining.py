@@ -11,10 +11,12 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from trinity_dask.cluster.rpc import ActorLost, call
 from trinity_dask.config import Config, modes
+from trinity_dask.files import read_json, write_json
 from trinity_dask.launcher.status import FINAL_STATES
 
 if TYPE_CHECKING:
@@ -25,6 +27,8 @@ log = logging.getLogger("trinity_dask.run")
 PUBLISHED = "trinity-dask/"
 LOCK_TIMEOUT_S = 60.0
 CALL_TIMEOUT_S = 30.0
+
+WHERE = "where.json"  # in the job directory: the scheduler of its newest run
 
 Entry = dict[str, Any]
 
@@ -79,6 +83,33 @@ def announce(client: Client, cfg: Config, run_id: str, base_dir: str) -> None:
             "started": time.time(),
         }
         client.publish_dataset(**{PUBLISHED + run_id: entry}, override=True)
+
+
+def leave_word(base_dir: str, run_id: str, address: str, certificate: Optional[Path]) -> None:
+    """Write where the run is, for those who know its job directory only."""
+    where = {"run_id": run_id, "scheduler": address}
+    write_json(Path(base_dir) / WHERE, {**where, "certificate": certificate and str(certificate)})
+
+
+def connect(where: str) -> Client:
+    """A client of the scheduler at an address, or of the one of a job directory's newest run.
+
+    Raises:
+        LookupError: the directory holds no word of a run.
+        OSError: nobody answers (any more).
+    """
+    from distributed import Client
+
+    from trinity_dask.cluster.tls import load_certificate
+
+    if not Path(where).is_dir():
+        return Client(where, set_as_default=False)
+    word = read_json(Path(where) / WHERE)
+    if word is None:
+        raise LookupError(f"{where} does not say where its run is: it has not begun yet")
+    certificate = word["certificate"]
+    security = None if certificate is None else load_certificate(Path(certificate))
+    return Client(word["scheduler"], security=security, set_as_default=False)
 
 
 def publish(client: Client, run_id: str, **values: Any) -> None:

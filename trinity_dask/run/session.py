@@ -182,15 +182,14 @@ class Run:
     # finding a run again ---------------------------------------------------------------
     @classmethod
     def attach(cls, address: str, name: Optional[str] = None) -> Run:
-        """The live run on the scheduler at ``address`` (the newest, or the one whose id or
-        job name is ``name``). Closing an attached run leaves it running.
+        """The live run on the scheduler at ``address``, or of the job directory ``address``
+        (the newest, or the one whose id or job name is ``name``). Closing an attached run leaves
+        it running.
 
         Raises:
             LookupError: no such run there (lists those that are).
         """
-        from distributed import Client
-
-        client = Client(address, set_as_default=False)
+        client = joining.connect(address)
         entries = [e for e in joining.entries(client) if e["handle"] is not None]
         found = [e for e in entries if name is None or name in (e["run_id"], e["name"])]
         if not found:
@@ -323,6 +322,10 @@ class Run:
         if self._announced is None:
             joining.announce(self._client, self.cfg, self.run_id, self.base_dir)
         self._announced = self._client
+        assert self._cluster is not None
+        joining.leave_word(
+            self.base_dir, self.run_id, self._cluster.scheduler_address, self._cluster.certificate
+        )
         joining.publish(self._client, self.run_id, handle=self._handle)
 
     def _set(self, **changes: Any) -> None:

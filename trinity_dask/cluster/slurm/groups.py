@@ -85,6 +85,7 @@ class SlurmGroups(LocalGroups):
         cluster = self._cfg.cluster
         if cluster.tls if cluster.tls is not None else not is_loopback(cluster.host):
             self.security = make_certificate(self.place.directory)
+            self.certificate = self.place.directory
         save(self._cfg, self.place.configuration)
         if not self.steps:
             self._start_reaper()
