@@ -18,6 +18,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Whole files go to one of two workers in this order; a long one at the end would run alone.
 LONG_FIRST = (
     "chaos/test_kill_driver.py",
+    "slurm/test_slurm_runs.py",
     "e2e/test_learning.py",
     "vllm/test_vllm_in_dask.py",
     "cluster/test_trainer_fsdp.py",

@@ -66,3 +66,22 @@ def test_only_a_driver_that_saved_before_its_time_was_over_is_queued_again(
     assert (tmp_path / "requeued").exists() == requeued
     if requeued:
         assert (tmp_path / "requeued").read_text() == "requeue 7\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_command_that_is_stopped_while_it_loads_ends_as_interrupted(number: int) -> None:
+    words = ["validate", *JOB[:2]]
+    command = subprocess.Popen(
+        [sys.executable, "-m", "trinity_dask", *words], stdout=subprocess.DEVNULL
+    )
+    status = Path(f"/proc/{command.pid}/status")
+
+    def catches() -> bool:
+        line = next(x for x in status.read_text().splitlines() if x.startswith("SigCgt"))
+        return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+
+    while not catches():
+        assert command.poll() is None
+        time.sleep(0.002)
+    command.send_signal(number)
+    assert command.wait(60) == 130

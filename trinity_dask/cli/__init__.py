@@ -8,6 +8,7 @@ and what it needs, is imported only when it is used.
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Optional
@@ -41,6 +42,9 @@ class CommandError(RuntimeError):
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run one command; returns the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:  # as Ctrl-C, until a command has handlers of its own
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.default_int_handler)
     if not args or args[0] in ("-h", "--help", "help"):
         print(usage())
         return 0
