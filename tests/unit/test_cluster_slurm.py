@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trinity_dask.cluster.slurm import queue
-from trinity_dask.cluster.slurm.jobs import job_options, resources
+from trinity_dask.cluster.slurm.jobs import job_options, lead_s, resources
 from trinity_dask.cluster.tls import load_certificate, make_certificate
 from trinity_dask.config.schema import ClusterConfig, GroupConfig
 from trinity_dask.explorer.schedule.policy import Cancel, SchedulePolicy, Submit
@@ -16,16 +16,24 @@ from trinity_dask.workflows import Task
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [
+        ("5", 300.0),
         ("5:07", 307.0),
         ("1:00:00", 3600.0),
+        ("2-1", 176400.0),
         ("2-01:00:10", 176410.0),
         ("UNLIMITED", None),
-        ("INVALID", None),
         ("", None),
     ],
 )
 def test_times_of_slurm_are_read(text: str, seconds: float | None) -> None:
-    assert queue.parse_left(text) == seconds
+    assert queue.parse_walltime(text) == seconds
+
+
+def test_a_short_job_is_not_told_to_leave_as_soon_as_it_is_there() -> None:
+    cfg = ClusterConfig(walltime="4:00:00", signal_lead_s=300.0)
+    cfg.rollout = GroupConfig(walltime="4")
+    assert lead_s(cfg, "control") == 300
+    assert lead_s(cfg, "rollout") == 60
 
 
 def test_states_and_reasons_are_read() -> None:

@@ -83,7 +83,7 @@ def main(args: Sequence[str]) -> int:
 
 def job_script(config: Config, words: Sequence[str], path: Path) -> str:
     """The script of the driver's job; ``words`` are those of ``trinity-dask run``."""
-    from trinity_dask.cluster.slurm.jobs import job_options, resources
+    from trinity_dask.cluster.slurm.jobs import job_options, lead_s, resources
 
     cluster = config.cluster
     options = [
@@ -94,7 +94,7 @@ def job_script(config: Config, words: Sequence[str], path: Path) -> str:
         f"--output={shlex.quote(log_path(config))}",
         "--open-mode=append",
         "--requeue",
-        f"--signal=B:USR1@{int(cluster.signal_lead_s)}",
+        f"--signal=B:USR1@{lead_s(cluster, 'driver')}",
     ]
     # the run's own job is no room for its workers
     where = ["cluster.where=login"] if cluster.where == "auto" else []

@@ -270,7 +270,8 @@ class ClusterConfig:
     prologue: list[str] = field(default_factory=list)  # slurm: shell lines before each command
     # slurm: more options of sbatch for all jobs (or of srun, in an allocation)
     directives: list[str] = field(default_factory=list)
-    # slurm: so long before the end of its allocation a process is told to save and leave
+    # slurm: so long before the end of its job a process is told to save and leave; at most a
+    # quarter of the job's walltime
     signal_lead_s: float = setting(300.0, gt=0)
     # slurm: how long a job may wait in the queue; None = for ever. start_timeout_s counts from
     # the moment a job runs

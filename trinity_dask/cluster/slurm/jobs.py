@@ -20,7 +20,13 @@ from typing import Any
 from distributed.core import Status
 
 from trinity_dask.cluster.slots import group_config
-from trinity_dask.cluster.slurm.queue import SlurmError, cancel, clean_env, complaint
+from trinity_dask.cluster.slurm.queue import (
+    SlurmError,
+    cancel,
+    clean_env,
+    complaint,
+    parse_walltime,
+)
 from trinity_dask.config.schema import ClusterConfig
 
 
@@ -81,6 +87,14 @@ def job_options(cfg: ClusterConfig, group: str) -> list[str]:
     return [*options, *cfg.directives, *section.directives]
 
 
+def lead_s(cfg: ClusterConfig, group: str) -> int:
+    """How long before its end a job of the group is warned: ``signal_lead_s``, but at most a
+    quarter of its time, or a short job would be told to leave as soon as it is there."""
+    section = group_config(cfg, group) if group != "driver" else cfg.driver
+    limit = parse_walltime(section.walltime or cfg.walltime or "")
+    return int(cfg.signal_lead_s if limit is None else min(cfg.signal_lead_s, limit / 4))
+
+
 class WorkerJob(SLURMJob):
     """A worker of one group. ``error``: why Slurm refused it."""
 
@@ -97,13 +111,12 @@ class WorkerJob(SLURMJob):
     ) -> None:
         cores, _ = resources(cfg, group)
         self.log = f"{place.logs}/{group}-{index}.job.log"
-        lead = int(cfg.signal_lead_s)
         extra = [
             *job_options(cfg, group),
             f"--output={shlex.quote(self.log)}",
             "--open-mode=append",
             "--no-requeue",  # the run submits it again by itself
-            f"--signal=USR1@{lead}",  # to the step: it leaves before its time is over
+            f"--signal=USR1@{lead_s(cfg, group)}",  # to the step: it leaves before its time is over
         ]
         super().__init__(
             scheduler,

@@ -137,23 +137,20 @@ def cancel(jobs: Iterable[str]) -> None:
         ask("scancel", "--quiet", *jobs)
 
 
-def seconds_left(job: str) -> float | None:
-    """Until the end of a job's time; None where it has no end or is not running.
+def parse_walltime(text: str) -> float | None:
+    """A time limit as ``sbatch --time`` reads it, in seconds; None for words as UNLIMITED.
 
-    Raises:
-        SlurmError: Slurm does not know the job or does not answer.
+    Minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]].
     """
-    return parse_left(ask("squeue", "-h", "-j", job, "-o", "%L").strip())
-
-
-def parse_left(text: str) -> float | None:
-    """``days-hours:minutes:seconds`` in seconds; None for words as UNLIMITED."""
-    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(?:(\d+):)?(\d+)", text)
-    if match is None:
+    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text):
         return None
-    days, first, second, seconds = (int(part or 0) for part in match.groups())
-    hours, minutes = (first, second) if match[3] is not None else (0, first)
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+    days, _, rest = text.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if days or len(parts) == 3:
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+    else:
+        hours, (minutes, seconds) = 0, [*parts, 0][:2]
+    return float(((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 def tail(path: str, lines: int = 8) -> str:
