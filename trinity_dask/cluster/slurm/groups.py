@@ -69,6 +69,7 @@ class SlurmGroups(LocalGroups):
         where = cfg.cluster.where
         self.steps = where == "allocation" or (where == "auto" and in_allocation())
         self._lost: Counter[str] = Counter()  # worker -> jobs that were lost
+        self._joined: set[str] = set()  # workers that were there since their last job began
         self._healer: asyncio.Task[None] | None = None
 
     # start --------------------------------------------------------------------------------
@@ -172,6 +173,7 @@ class SlurmGroups(LocalGroups):
         assert self._cluster is not None
         assert self._cluster.scheduler is not None
         present = {worker.name for worker in self._cluster.scheduler.workers.values()}
+        self._joined |= present
         missing = {n: job for n, job in self._cluster.workers.items() if n not in present}
         found = {n: JobState(REFUSED, job.error) for n, job in missing.items() if job.error}
         found |= {n: job.state for n, job in missing.items() if isinstance(job, steps.WorkerStep)}
@@ -201,7 +203,9 @@ class SlurmGroups(LocalGroups):
         for name, state in over.items():
             job = self._cluster.workers.pop(name)
             job.job_id = None
-            self._lost[name] += not state.blameless
+            # one whose time is over before it has joined would be asked for without end
+            self._lost[name] += not (state.blameless and name in self._joined)
+            self._joined.discard(name)
             logger.warning("the job of %s is over: %s", name, state)
             if self._lost[name] > self._cfg.cluster.max_resubmits:
                 self._give_up(name, state)
