@@ -128,10 +128,12 @@ ARCHITECTURES = {
         {
             **DEEPSEEK,
             "num_key_value_heads": 2,
-            "kv_lora_rank": 16,
+            "topk_method": "noaux_tc",  # vLLM reads what the hub has and transformers does not
+            "scoring_func": "sigmoid",
+            "kv_lora_rank": 512,  # with 64 the only size of vLLM's kernel
             "q_lora_rank": 16,
-            "qk_rope_head_dim": 16,
-            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 32,
             "v_head_dim": 32,
         },
         "model.layers.1.mlp.gate.e_score_correction_bias",

@@ -146,6 +146,8 @@ def test_attention_follows_the_architecture():
     [
         ({"model_type": "qwen3_next"}, "vllm", None, "in bfloat16 only; use another model"),
         ({"model_type": "qwen3_next"}, "torch", None, None),
+        ({"kv_lora_rank": 16, "qk_rope_head_dim": 32}, "vllm", None, "head size 48; vLLM .* 576"),
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, "vllm", None, None),
         ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "torch", "sdpa", "soft-capping"),
         ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "torch", "eager", None),
     ],

@@ -18,10 +18,16 @@ TEMPLATE_FILES = (
 # by model type; seen with vLLM 0.32 on tiny models, see docs/models.md
 VLLM_CPU_REFUSES = {
     "qwen3_next": "on a CPU vLLM computes its linear attention in bfloat16 only",
+    "deepseek_v3": "on a CPU vLLM computes its latent attention to other log-probs (0.1 nats off)",
+    "mamba": "vLLM has no kernel for its scan on a CPU",
+    "gpt_neox": "vLLM computes other log-probs than transformers, by more than a nat",
+    "bloom": "vLLM computes other log-probs than transformers, by more than a nat",
+    "gpt_oss": "vLLM fills it past its own loaders, so a running engine takes no new weights",
 }
 # head sizes of vLLM's attention kernels for CPUs; others are accepted when the engine starts
 # and kill it at the first request
-VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+VLLM_CPU_HEAD_SIZES: tuple[int, ...] = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+VLLM_CPU_LATENT_SIZES = (576,)
 
 
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
@@ -100,9 +106,11 @@ def check_vllm_cpu(path: str) -> None:
             f"model {path!r}: {reason}; use another model, or "
             "explorer.rollout_model.engine_type=torch"
         )
-    size = head_size(config)
-    if size is not None and size not in VLLM_CPU_HEAD_SIZES:
-        allowed = ", ".join(map(str, VLLM_CPU_HEAD_SIZES))
+    size, sizes = head_size(config), VLLM_CPU_HEAD_SIZES
+    if rank := config.get("kv_lora_rank"):  # attention over a latent of this size
+        size, sizes = int(rank) + int(config["qk_rope_head_dim"]), VLLM_CPU_LATENT_SIZES
+    if size is not None and size not in sizes:
+        allowed = ", ".join(map(str, sizes))
         raise ValueError(
             f"model {path!r} has head size {size}; vLLM on a CPU handles {allowed}. Use "
             "another model, or explorer.rollout_model.engine_type=torch"

@@ -270,8 +270,8 @@ def load_weights(model: Any, model_config: Any, named: Iterable[tuple[str, torch
         raise ValueError(
             f"{type(model).__name__} does not hold what was sent: no parameter took "
             f"{claims.refused[:3]} ({len(claims.refused)} tensors), nothing filled {empty[:3]} "
-            f"({len(empty)} parameters). This architecture's names differ between trainer and "
-            "vLLM; use explorer.rollout_model.engine_type=torch"
+            f"({len(empty)} parameters). vLLM cannot change these weights of this architecture "
+            "while it runs; use explorer.rollout_model.engine_type=torch"
         )
 
 
