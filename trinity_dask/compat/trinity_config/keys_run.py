@@ -89,7 +89,7 @@ ENGINE = (
     gone("base_port", "no port is opened", matters=False),
     gone("api_key", "no port is opened", "EMPTY", False),
     gone("enable_auto_tool_choice", SERVER, False),
-    gone("tool_call_parser", SERVER),
+    gone("tool_call_parser", "the tokenizer's response_template reads calls, or <tool_call>"),
     gone("reasoning_parser", SERVER),
     gone("external_model_config", "engines are local"),
     differs(
