@@ -88,6 +88,16 @@ async def all_or_first_error(*work: Coroutine[Any, Any, T]) -> list[T]:
     return [task.result() for task in tasks]
 
 
+async def unless_set(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> Optional[T]:
+    """The result of ``work``; None when ``event`` is set before: then ``work`` is cancelled."""
+    doing, ringing = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait({doing, ringing}, return_when=asyncio.FIRST_COMPLETED)
+        return doing.result() if doing.done() else None
+    finally:
+        await ended({doing, ringing})
+
+
 async def retry(
     once: Callable[[], Awaitable[T]],
     attempts: int,

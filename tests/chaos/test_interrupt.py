@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import chaos_jobs as jobs
 import pytest
 
 STEPS = 40
+SLOW = """
+import pathlib, time
+
+def make(config, **_):
+    pathlib.Path(__file__).with_suffix(".begun").touch()
+    time.sleep(100)
+"""
 
 
 @pytest.mark.slow
@@ -28,3 +36,23 @@ def test_ctrl_c_saves_exits_130_and_resumes(tmp_path: Path) -> None:
     assert again.process.wait(timeout=400) == 0, jobs.output(root)[-3000:]
     assert again.wait_gone() == []
     jobs.check_lineage(jobs.stage_dir(root, "grpo"), STEPS)
+
+
+def test_ctrl_c_before_anything_is_built_and_twice_in_a_row(tmp_path: Path) -> None:
+    """The first is honoured while engines load; the second waits for nothing."""
+    for name, presses in (("once", 1), ("twice", 2)):
+        root = tmp_path / name
+        root.mkdir()
+        job = jobs.start(root, *jobs.shape(STEPS), f"prepare={tmp_path}/slow.py:make")
+        (tmp_path / "slow.py").write_text(SLOW)
+        deadline = time.monotonic() + 90
+        while not (tmp_path / "slow.begun").exists():
+            assert job.process.poll() is None, jobs.output(root)[-3000:]
+            assert time.monotonic() < deadline, jobs.output(root)[-3000:]
+            time.sleep(0.05)
+        (tmp_path / "slow.begun").unlink()
+        for _ in range(presses):
+            jobs.interrupt(job)
+            time.sleep(0.5)
+        assert job.process.wait(timeout=30) == 130, jobs.output(root)[-3000:]
+        assert job.wait_gone() == []

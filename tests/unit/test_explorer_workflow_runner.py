@@ -658,6 +658,152 @@ def test_code_that_ends_the_process_costs_its_run_and_not_the_worker(mode, where
     assert len(outcome.errors) == 2
 
 
+@pytest.mark.parametrize("how", ["gather", "create_task", "wait_for", "timeout", "group", "nested"])
+def test_so_does_code_in_a_task_that_user_code_starts(how):
+    async def leave():
+        await asyncio.sleep(0)
+        raise SystemExit(3)
+
+    @WORKFLOWS.register_module("leaves_in_child", force=True)
+    class LeavesInChild(Base):
+        async def run_async(self):
+            if how == "gather":
+                await asyncio.gather(leave(), asyncio.sleep(5))
+            elif how == "create_task":
+                self.child = asyncio.create_task(leave())
+                await asyncio.sleep(0.1)
+                await self.child
+            elif how == "wait_for":
+                await asyncio.wait_for(leave(), 5)
+            elif how == "timeout":
+                async with asyncio.timeout(5):
+                    await asyncio.ensure_future(leave())
+            elif how == "nested":
+                await asyncio.gather(asyncio.gather(leave()))
+            else:
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(leave())
+
+    async def main():
+        runner = make_runner()
+        beside = runner.run_task(Task("async_one", raw_task={"sleep_s": 0.3}), 1)
+        payloads = await asyncio.gather(beside, runner.run_task(Task("leaves_in_child"), 1))
+        return [unpack(payload)[0] for _, payload in payloads]
+
+    neighbour, outcome = asyncio.run(main())
+    assert neighbour.status.ok
+    (error,) = outcome.errors
+    assert error.type == ("ExceptionGroup" if how == "group" else "RuntimeError")
+    assert "user code raised SystemExit: 3" in error.traceback
+
+
+@pytest.mark.parametrize("where", ["constructor", "reset"])
+@pytest.mark.parametrize("is_asynchronous", [True, False])
+def test_a_constructor_or_reset_that_does_not_return_costs_its_run(where, is_asynchronous):
+    release = threading.Event()
+
+    @WORKFLOWS.register_module("never_made", force=True)
+    class NeverMade(Workflow):
+        is_async, can_reset = is_asynchronous, True
+
+        def __init__(self, task, model, auxiliary_models=None):
+            super().__init__(task, model, auxiliary_models)
+            self.block("constructor")
+
+        def reset(self, task):
+            self.task = task
+            self.block("reset")
+
+        def block(self, here):
+            while here == where and not release.wait(0.05):
+                continue
+
+        def run(self):
+            return self.model.generate("hello")
+
+        async def run_async(self):
+            return await self.model.generate_async("hello")
+
+    async def main():
+        watch = LoopWatch("test")
+        watch.start()
+        try:
+            runner = make_runner()
+            outcomes = []
+            for _ in range(1 if where == "constructor" else 2):
+                _, payload = await runner.run_task(Task("never_made"), 1, timeout_s=0.5)
+                outcomes.append(unpack(payload)[0])
+            _, healthy = await runner.run_task(Task("async_one"), 1, timeout_s=5.0)
+            return outcomes, unpack(healthy)[0], watch.max_lag_s(60)
+        finally:
+            watch.stop()
+
+    outcomes, healthy, lag = asyncio.run(main())
+    release.set()
+    expected = {True: "LoopBlocked", False: "TimeoutError"}[is_asynchronous]
+    assert [e.type for e in outcomes[-1].errors] == [expected]
+    assert all(outcome.status.ok for outcome in outcomes[:-1])
+    assert healthy.status.ok
+    assert is_asynchronous or lag < 0.4  # a thread holds nobody up
+
+
+def test_a_blocking_workflow_that_waits_for_the_engine_can_be_given_up():
+    cancelled = []
+
+    @WORKFLOWS.register_module("asks_and_waits", force=True)
+    class AsksAndWaits(Workflow):
+        def run(self):
+            return self.model.generate("hello")
+
+    async def main():
+        runner = make_runner()
+        engine = runner._make_model({}).engine
+
+        async def never(*_):
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.append(True)
+                raise
+
+        engine.generate = never
+        _, payload = await runner.run_task(Task("asks_and_waits"), 1, timeout_s=0.3)
+        await asyncio.sleep(0.1)
+        return unpack(payload)[0]
+
+    outcome = asyncio.run(main())
+    assert [e.type for e in outcome.errors] == ["TimeoutError"]
+    assert outcome.runner["abandoned_threads"] == 0  # or its worker would be started again
+    assert cancelled == [True]  # nor does the engine go on with it
+
+
+def test_an_attempt_that_cleans_up_does_not_disturb_the_next_one_in_its_lane():
+    @WORKFLOWS.register_module("slow_to_leave", force=True)
+    class SlowToLeave(Base):
+        async def run_async(self):
+            try:
+                await asyncio.sleep(60)
+            finally:
+                await asyncio.sleep(0.3)
+
+    async def main():
+        runner = make_runner()
+        cut = asyncio.ensure_future(runner.run_task(Task("slow_to_leave"), 1, lane_number=0))
+        await asyncio.sleep(0.1)
+        cut.cancel()
+        await asyncio.sleep(0.05)
+        task = Task("async_one", raw_task={"sleep_s": 0.6})
+        _, payload = await runner.run_task(task, 2, lane_number=0)
+        assert cut.done()
+        (lane,) = runner.get_runner_state()
+        return unpack(payload)[0], lane
+
+    outcome, lane = asyncio.run(main())
+    assert outcome.status.ok, outcome.errors
+    assert lane["workflow_id"].startswith("2/")
+    assert lane["model_version"] == 0
+
+
 def test_a_cancelled_caller_of_a_workflow_is_cancelled():
     async def main():
         task = Task("async_one", raw_task={"hang": 1})

@@ -11,6 +11,7 @@ from models_support import engine_spec, run
 
 from trinity_dask.config import Config, ConfigError, resolve
 from trinity_dask.models.actor.actor import EngineActor, build_engine, ready_engine
+from trinity_dask.models.fake_engine import FakeEngine
 from trinity_dask.models.protocol import SamplingParams, WeightUpdate
 from trinity_dask.models.vllm.engine import LoopThread
 from trinity_dask.run.names import check_names
@@ -40,6 +41,40 @@ def test_generate_waits_until_the_engine_is_opened(tmp_path):
         await engine.close()
 
     run(main())
+
+
+def test_the_engine_before_is_over_when_its_successor_loads(monkeypatch):
+    """A device has room for one: after its control worker was lost a run makes it again."""
+    events, load, unload = [], FakeEngine.prepare, FakeEngine.close
+
+    async def prepare(self):
+        events.append("load")
+        await asyncio.sleep(0.1)
+        facts = await load(self)
+        events.append("loaded")
+        return facts
+
+    async def close(self):
+        await unload(self)
+        events.append("closed")
+
+    monkeypatch.setattr(FakeEngine, "prepare", prepare)
+    monkeypatch.setattr(FakeEngine, "close", close)
+
+    async def main():
+        first, second = actor(), None
+        await first.prepare()
+        second = actor()
+        loading = asyncio.create_task(second.prepare())
+        await asyncio.sleep(0.05)  # lost again while it loads
+        third = actor()
+        await third.prepare()
+        with pytest.raises(RuntimeError, match="was closed while it was loading"):
+            await loading
+        await third.close()
+
+    run(main())
+    assert events == ["load", "loaded", "closed"] * 3
 
 
 def test_the_wait_for_opening_has_a_deadline():

@@ -1,8 +1,9 @@
 """What every worker process does first: its own process group, its warden, its log.
 
 Invariant: after :func:`guard_process` a Ctrl-C in the driver's terminal does not reach the
-worker, its output goes to its own log file, and no process that it starts outlives it.
-Calling it again in the same process changes nothing.
+worker, nor does a SIGTERM to all processes end it before its driver does; its output goes to its
+own log file, and no process that it starts outlives it. Calling it again in the same process
+changes nothing.
 """
 
 from __future__ import annotations
@@ -74,6 +75,10 @@ def guard_process(name: str, has_nanny: bool) -> None:
         os.setpgid(0, 0)
     # a handler, not SIG_IGN: programs that the worker starts get the default back
     signal.signal(signal.SIGINT, lambda *_: None)
+    if has_nanny:
+        # Slurm sends SIGTERM to every process of a job at once: the driver saves the state and
+        # then ends this one through its nanny, as it would end it without the signal
+        signal.signal(signal.SIGTERM, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if has_nanny and "SLURM_STEP_ID" in os.environ:
         # Slurm's warnings reach every process of a step; the nanny's process answers them

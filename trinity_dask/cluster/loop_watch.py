@@ -66,6 +66,9 @@ def user_task(
     The mark is inherited by every task that the code starts. An interrupted task ends with
     :class:`Interrupted`; one that asks to end the process fails instead (:func:`no_exit`).
     """
+    loop = asyncio.get_running_loop()
+    if loop.get_task_factory() is None:
+        loop.set_task_factory(_task_without_exit)
     code = UserCode(what, deadline)
     context = contextvars.copy_context()
     context.run(_current.set, code)
@@ -74,10 +77,31 @@ def user_task(
         with no_exit():
             return await work
 
-    task = asyncio.get_running_loop().create_task(run(), context=context)
+    task = loop.create_task(run(), context=context)
     _active.add(code)
     task.add_done_callback(lambda _: _active.discard(code))
     task.add_done_callback(lambda _: work.close())  # a task cancelled at once never began it
+    return task
+
+
+def _task_without_exit(
+    loop: asyncio.AbstractEventLoop, work: Any, **context: Any
+) -> asyncio.Task[Any]:
+    """The loop's task factory: a task that user code starts cannot end the worker either.
+
+    A loop raises ``SystemExit`` of any of its tasks, also of one whose result is awaited.
+    """
+    seen = context.get("context")
+    is_user = _current.get() is not None if seen is None else seen.get(_current) is not None
+    if not is_user or not asyncio.iscoroutine(work):
+        return asyncio.Task(work, loop=loop, **context)
+
+    async def run() -> Any:
+        with no_exit():
+            return await work
+
+    task = asyncio.Task(run(), loop=loop, **context)
+    task.add_done_callback(lambda _: work.close())  # one that is cancelled at once never began it
     return task
 
 

@@ -118,6 +118,7 @@ def sweep(group: int, token: str) -> None:
 
 
 def main(argv: list[str]) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with its worker, and after it
     worker, parent, token = int(argv[0]), int(argv[1]), argv[2]
     wait_for_end(Watched(worker), Watched(parent) if parent else None)
     sweep(worker, token)

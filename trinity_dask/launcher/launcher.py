@@ -12,6 +12,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
+from trinity_dask.aio import unless_set
 from trinity_dask.config import job_dir, modes
 from trinity_dask.config.schema import Config
 from trinity_dask.files import read_json, write_json
@@ -53,6 +54,7 @@ class Launcher:
         self._task: Optional[asyncio.Task[None]] = None
         self._stage: Optional[StageRunner] = None
         self._stop_reason: Optional[str] = None
+        self._stopping = asyncio.Event()
 
     # called by the driver ----------------------------------------------------------
     async def start(self) -> dict[str, Any]:
@@ -73,6 +75,7 @@ class Launcher:
         if self._board is None or self._board.state in FINAL_STATES:
             return
         self._stop_reason = reason
+        self._stopping.set()
         await self._board.update(state="stopping", message=reason)
         if self._stage is not None:
             await self._stage.stop()
@@ -106,12 +109,12 @@ class Launcher:
         if first >= len(self.stages):
             return
         async with WarmUp(self.stages[first:]) as warm_up:
-            await self._check_inputs()
+            await unless_set(self._stopping, self._check_inputs())
             await asyncio.to_thread(_stage_runners)
             for index in range(first, len(self.stages)):
                 if self._stop_reason:
                     break
-                await warm_up.wait(self.stages[index])
+                await unless_set(self._stopping, warm_up.wait(self.stages[index]))
                 await self._run_stage(index)
                 if not self._stop_reason:
                     self._save_stage(index, finished=True)

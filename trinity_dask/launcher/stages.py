@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Optional
 
-from trinity_dask.aio import all_or_first_error, ended
+from trinity_dask.aio import all_or_first_error, ended, unless_set
 from trinity_dask.buffer.experience_buffer import ExperienceBuffer
 from trinity_dask.cluster.actors import release_actor
 from trinity_dask.cluster.context import freeze_loaded
@@ -92,7 +92,10 @@ class StageRunner:
         if alone and not (self.job_dir / "config.yaml").exists():
             await asyncio.to_thread(save_config, self.cfg, self.job_dir / "config.yaml")
         async with AsyncExitStack() as stack:
-            work, guards = await self.build(stack)
+            built = await unless_set(self._stop, self.build(stack))
+            if built is None:  # there is nothing to save yet
+                return
+            work, guards = built
             reporter = Reporter(self, self.board)
             stack.push_async_callback(reporter.close)
             reporter.start()
@@ -385,14 +388,7 @@ class TrainStage(StageRunner):
     async def _wait_explorer(self, meeting: Meeting) -> None:
         """Until an explorer has joined, or this run is to stop. Raises PeerLost at the deadline."""
         limit_s = self.cfg.synchronizer.peer_timeout_s
-        joined = asyncio.ensure_future(meeting.wait_explorer(limit_s or 0.0))
-        stopped = asyncio.ensure_future(self._stop.wait())
-        try:
-            await asyncio.wait({joined, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            if joined.done():
-                joined.result()
-        finally:
-            await ended({joined, stopped})
+        await unless_set(self._stop, meeting.wait_explorer(limit_s or 0.0))
 
     async def _train(self) -> None:
         assert self.trainer is not None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import bisect
+import concurrent.futures
 import copy
 import hashlib
 import itertools
@@ -39,6 +40,7 @@ Prompts = str | list[int] | list[str]
 TRUNCATED_TEXT = "[the prompt was longer than model.max_prompt_tokens; nothing was sampled]"
 _SAMPLING_NAMES = frozenset(SamplingParams.__dataclass_fields__)
 STOPPED_BY_TEXT = "stop_text"  # a finish reason: the model has not ended its turn itself
+PIECE_S = 0.1  # of a thread's wait
 _ids = itertools.count()
 
 
@@ -400,7 +402,15 @@ class ModelWrapper:
                 "event loop, which here would wait for itself or is unknown. Use the *_async "
                 "methods on the loop, or pass loop=... when the wrapper is made in a thread"
             )
-        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
+        answer = asyncio.run_coroutine_threadsafe(call, self._loop)
+        try:
+            # in pieces: a thread that waits in a lock cannot be interrupted
+            while not concurrent.futures.wait([answer], timeout=PIECE_S).done:
+                continue
+        except BaseException:  # given up: the engine need not go on with it either
+            answer.cancel()
+            raise
+        return answer.result()
 
 
 def cut_at_stop(

@@ -40,6 +40,7 @@ __all__ = ["ClusterBusy", "Run", "RunFailed"]
 POLL_S = 2.0  # one long-poll of the launcher's status
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 120.0
+LEAVE_S = 4.0  # for the workers of a run that is left without its state
 LOCK_WAIT_S = 20.0  # the workers of a killed driver need a moment to end
 MAX_RELAUNCHES = 2
 MAX_UNANSWERED = 10  # polls of CALL_TIMEOUT_S each
@@ -115,11 +116,18 @@ class Run:
         if self._handle is not None and not self._ended.is_set():
             self._call("stop", reason)
 
-    def close(self) -> None:
-        """Stop if need be, and take down what this object started."""
-        if self._thread is not None and not self._ended.is_set() and self._owner:
+    def close(self, wait_s: float = STOP_TIMEOUT_S) -> None:
+        """Stop if need be, and take down what this object started.
+
+        ``wait_s`` is how long the state may take to be saved; 0: leave at once, without it.
+        """
+        running = self._thread is not None and not self._ended.is_set()
+        if running and self._owner and wait_s > 0:
             self.stop("closed")
-            self._ended.wait(STOP_TIMEOUT_S)
+            self._ended.wait(wait_s)
+        if running and wait_s <= 0 and self._cluster is not None and self._cluster.owns_workers:
+            self._cluster.close(LEAVE_S)
+            return
         self._release()
 
     def __enter__(self) -> Run:

@@ -1,7 +1,8 @@
 """What each lane of a worker is doing: the live table.
 
-Invariant: a worker runs one sub-task in each of its lanes at a time; a lane keeps the facts of
-its last one until the next begins.
+Invariant: a worker runs one sub-task in each of its lanes at a time, but for one that was cut off
+and cleans up, which changes nothing of its successor's; a lane keeps the facts of its last one
+until the next begins.
 """
 
 from __future__ import annotations
@@ -96,10 +97,8 @@ class Lanes:
             self._n_own = max(self._n_own, own + 1)
         key = number if own is None else f"{self._name}/{own}"
         assert key is not None
-        lane = self._lanes.setdefault(key, Lane(key))
-        lane.workflow_id, lane.repeat_cnt = workflow_id, repeat_cnt
-        lane.begin_time, lane.terminate_time = time.time(), None
-        lane.models, lane.final, lane.first_version = [], {}, None
+        # a new object: an attempt that was cut off may still clean up in the place it had
+        self._lanes[key] = lane = Lane(key, workflow_id, repeat_cnt, time.time())
         try:
             yield lane
         finally:

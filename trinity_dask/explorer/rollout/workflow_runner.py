@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, Optional
 
-from trinity_dask.cluster.loop_watch import Interrupted, current_watch, no_exit, user_task
+from trinity_dask.cluster.loop_watch import Interrupted, current_watch, user_task
 from trinity_dask.config.fields import choices_of
 from trinity_dask.config.schema import ExplorerConfig
 from trinity_dask.experience import Experience
@@ -249,7 +249,7 @@ class WorkflowRunner:
         """
         started, runs = time.monotonic(), Runs()
         n, base = attempt.n, attempt.base
-        workflow = self._take(cls, attempt, base)
+        workflow = await self._take(cls, attempt, base)
         workflow.set_repeat_times(n, base)
         try:
             found = await self._call(workflow, attempt)
@@ -330,7 +330,7 @@ class WorkflowRunner:
     ) -> tuple[list[Experience], dict[str, float]]:
         """Experiences and metrics of one run."""
         started = time.monotonic()
-        workflow = self._take(cls, attempt, run)
+        workflow = await self._take(cls, attempt, run)
         found = await self._call(workflow, attempt)
         self._give_back(workflow)
         for experience in found:
@@ -359,7 +359,13 @@ class WorkflowRunner:
         async def run() -> Any:
             return await workflow.run_async()  # the call itself is user code, too
 
-        child = user_task(run(), None if left is None else time.monotonic() + left, what)
+        return checked_experiences(await self._on_loop(run(), left, what), attempt.task)
+
+    async def _on_loop(
+        self, work: Coroutine[Any, Any, Any], left: Optional[float], what: str
+    ) -> Any:
+        """The result of user code that runs on the loop. Raises as :meth:`_call`."""
+        child = user_task(work, None if left is None else time.monotonic() + left, what)
         try:
             done, _ = await asyncio.wait({child}, timeout=left)
         except asyncio.CancelledError:
@@ -371,7 +377,7 @@ class WorkflowRunner:
         if child.cancelled():
             raise RunCancelled(f"{what} was cancelled from within")
         try:
-            return checked_experiences(child.result(), attempt.task)
+            return child.result()
         except Interrupted:
             raise LoopBlocked(
                 f"{what} held the event loop without an await and was interrupted at its deadline;"
@@ -380,18 +386,34 @@ class WorkflowRunner:
             ) from None
 
     # instances ------------------------------------------------------------------------
-    def _take(self, cls: type[Workflow], attempt: Attempt, run: int) -> Workflow:
-        """An idle instance, reset to the task, or a new one; its history and state are empty."""
-        task, idle = attempt.task, self._idle.get(cls)
-        with no_exit():  # the constructor and reset are user code too
-            workflow = idle.pop() if idle else None
-            if workflow is None or workflow.task.rollout_args != task.rollout_args:
-                model = self._make_model(task.rollout_args)
+    async def _take(self, cls: type[Workflow], attempt: Attempt, run: int) -> Workflow:
+        """An idle instance, reset to the task, or a new one; its history and state are empty.
+
+        Constructor and reset are user code: they have the attempt's time, and may block where
+        ``run`` may. Raises as :meth:`_call`.
+        """
+        task, idle, left = attempt.task, self._idle.get(cls), attempt.left_s
+        known = idle.pop() if idle else None
+        if known is not None and known.task.rollout_args != task.rollout_args:
+            known = None
+        model = self._make_model(task.rollout_args) if known is None else known.model
+
+        def make() -> Workflow:
+            if known is None:
                 # by name: Trinity-RFT's workflows take nothing else
-                workflow = cls(task=task, model=model, auxiliary_models=self._auxiliary)
-            else:
-                workflow.model.clean_workflow_state()
-                workflow.reset(task)
+                return cls(task=task, model=model, auxiliary_models=self._auxiliary)
+            model.clean_workflow_state()
+            known.reset(task)
+            return known
+
+        async def made() -> Workflow:
+            return make()
+
+        what = f"{'making' if known is None else 'resetting'} workflow {task.workflow}"
+        if cls.is_async:
+            workflow = await self._on_loop(made(), left, what)
+        else:
+            workflow = await run_in_thread(make, timeout_s=left, name=what)
         attempt.lane.add_model(workflow.model)
         workflow.model.begin_run(f"{task.batch_id}/{task.task_id}/{run}")
         return workflow

@@ -227,9 +227,11 @@ class EngineActor:
         self._engine: InferenceEngine | None = None
         self._opened: asyncio.Event | None = None  # made on the loop that will use it
         self._facts: dict[str, Any] = {}
+        self._loading, self._closed = asyncio.Lock(), False
         self._request_timeout_s = float(spec.config.get("request_timeout_s", 300.0))
         self._requests = RequestGate(spec.in_flight, spec.in_flight_timeout_s)
         with _actors_lock:
+            self._predecessor = _actors.get(self.address)
             _actors[self.address] = self
             awaited = _awaited[:]
             _awaited.clear()
@@ -238,10 +240,21 @@ class EngineActor:
 
     # life -------------------------------------------------------------------------------
     async def prepare(self) -> dict[str, Any]:
-        """Build the engine, load the model, and have it closed with the worker."""
-        engine = await asyncio.to_thread(build_engine, self.spec)
-        facts = await engine.prepare()
-        self._engine = engine
+        """Build the engine, load the model, and have it closed with the worker.
+
+        The engine that this worker had before is over by then: a device has room for one.
+        """
+        async with self._loading:
+            if (before := self._predecessor) is not None:
+                await before.close()
+                async with before._loading:  # it closes what it was loading
+                    self._predecessor = None
+            engine = await asyncio.to_thread(build_engine, self.spec)
+            facts = await engine.prepare()
+            if self._closed:
+                await engine.close()
+                raise RuntimeError(f"{self.spec.slot} was closed while it was loading")
+            self._engine = engine
         worker = current_worker()
         if worker is not None:
             await worker.plugin_add(EngineCloser(self), name=f"close-{self.spec.slot}")
@@ -270,6 +283,7 @@ class EngineActor:
         with _actors_lock:
             if _actors.get(self.address) is self:
                 del _actors[self.address]
+        self._closed = True
         engine, self._engine = self._engine, None
         atexit.unregister(self._close_at_exit)
         if engine is not None:
