@@ -32,7 +32,7 @@ from trinity_dask.weights.files import (
     remove_weights,
     write_weights,
 )
-from trinity_dask.weights.memory import remove_free, set_free
+from trinity_dask.weights.memory import SHARED, disown, own, remove_free, set_free
 
 log = logging.getLogger("trinity_dask.weights")
 
@@ -75,6 +75,7 @@ class WeightShelf:
         self.storage_options = dict(storage_options or {})
         self.in_memory = in_memory  # its files are written again, see weights/memory.py
         self.users: set[str] = set()
+        self._owned: Optional[int] = None  # what holds the directory, see weights/memory.py
         self._held: dict[int, Published] = {}
         self._bare: Optional[float] = None
         self._is_measured = False
@@ -90,7 +91,9 @@ class WeightShelf:
     ) -> WeightShelf:
         """In shared memory for method ``memory``; else below ``path``, or in the job directory."""
         if method == "memory":
-            return cls(Path("/dev/shm") / f"trinity-dask-{os.getuid()}-{run_id}", in_memory=True)
+            shelf = cls(SHARED / f"trinity-dask-{os.getuid()}-{run_id}", in_memory=True)
+            shelf._owned = own(shelf.base)
+            return shelf
         if method == "checkpoint" and path:
             return cls(f"{path.rstrip('/')}/{run_id}", storage_options)
         return cls(Path(job_dir) / "weights")
@@ -202,6 +205,9 @@ class WeightShelf:
         if self.is_local:
             with suppress(OSError):  # there is something else in it, or it is gone
                 os.rmdir(self.base)
+        if self._owned is not None:
+            disown(self.base, self._owned)
+            self._owned = None
 
     def _remove(self, version: int) -> None:
         path = self._held.pop(version).path

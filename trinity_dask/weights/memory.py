@@ -50,6 +50,49 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(M_MMAP_MAX, 0) and mallopt(M_TRIM_THRESHOLD, 2**31 - 1))
 
 
+SHARED = Path("/dev/shm")
+OWNER = ".owner"  # ends the name of the file beside a directory that its owner holds locked
+
+
+def own(base: str) -> int | None:
+    """Hold the directory ``base`` of shared memory for as long as this process lives.
+
+    Directories whose owner is dead are removed: nobody else knows that they are there. Returns the
+    descriptor that holds it; None where another process of the same run does.
+    """
+    prefix = f"trinity-dask-{os.getuid()}-"
+    for lock in Path(base).parent.glob(f"{prefix}*{OWNER}"):
+        if str(lock) == base + OWNER:
+            continue
+        with suppress(OSError):  # it lives, or another process has just removed it
+            fd = os.open(lock, os.O_RDWR)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(str(lock).removesuffix(OWNER), ignore_errors=True)
+                lock.unlink()
+            finally:
+                os.close(fd)
+    while True:
+        fd = os.open(base + OWNER, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(fd).st_ino == os.stat(base + OWNER).st_ino:
+                return fd
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        except FileNotFoundError:  # taken for a dead one's in this moment
+            pass
+        os.close(fd)
+
+
+def disown(base: str, fd: int) -> None:
+    """Give back what :func:`own` returned."""
+    with suppress(FileNotFoundError):
+        os.unlink(base + OWNER)
+    os.close(fd)
+
+
 def large_buffer(n_bytes: int, device: Any = "cpu") -> torch.Tensor:
     """Uninitialised uint8 ``[n_bytes]``; in a CPU's memory on huge pages, where the system has
     some: copying between a socket and memory is faster with them.
