@@ -165,3 +165,24 @@ def test_what_cannot_work_is_refused_by_validate(directory, fields, engine, sett
     else:
         with pytest.raises(ConfigError, match=message):
             check_start_model([config])
+
+
+@pytest.mark.parametrize(
+    ("targets", "engine", "refused"),
+    [(["all-linear"], "vllm", True), (["q_proj"], "vllm", False), (["all-linear"], "torch", False)],
+)
+def test_an_adapter_on_experts_is_refused_for_vllm(directory, targets, engine, refused):
+    from trinity_dask.config.errors import ConfigError
+    from trinity_dask.config.schema import Config, LoraConfig, ModelConfig
+    from trinity_dask.run.names import check_start_model
+
+    fields = {"model_type": "qwen3_moe", "num_experts": 4, "head_dim": 32}
+    (directory / "config.json").write_text(json.dumps(fields))
+    lora = LoraConfig(rank=2, target_modules=targets)
+    config = Config(model=ModelConfig(str(directory), lora=lora))
+    config.explorer.rollout_model.engine_type = engine
+    if refused:
+        with pytest.raises(ConfigError, match="takes no adapter on its experts"):
+            check_start_model([config])
+    else:
+        check_start_model([config])

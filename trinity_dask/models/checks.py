@@ -117,6 +117,19 @@ def check_vllm_cpu(path: str) -> None:
         )
 
 
+def check_vllm_adapter(path: str) -> None:
+    """Raises ValueError if an adapter on all linear layers would sit on experts, which transformers
+    holds in one tensor and vLLM one by one."""
+    config = read_model_config(path)
+    counts = ("num_experts", "num_local_experts", "n_routed_experts")
+    if any((config.get("text_config") or config).get(name) for name in counts):
+        raise ValueError(
+            f"model {path!r} is a mixture, and vLLM takes no adapter on its experts: name "
+            "the layers, as model.lora.target_modules=[q_proj,k_proj,v_proj,o_proj], or use "
+            "explorer.rollout_model.engine_type=torch"
+        )
+
+
 def head_size(config: dict[str, Any]) -> int | None:
     """Head size from the fields of ``config.json``; None if it cannot be told."""
     config = config.get("text_config") or config

@@ -42,6 +42,7 @@ def check_start_model(stages: list[Config]) -> None:
     from trinity_dask.models.checks import (
         attention_implementation,
         check_model_dir,
+        check_vllm_adapter,
         check_vllm_cpu,
     )
 
@@ -61,6 +62,10 @@ def check_start_model(stages: list[Config]) -> None:
         sampling = [stage.explorer.rollout_model for stage in on_cpu if stage.mode != "train"]
         if any(model.engine_type == "vllm" for model in sampling):
             check_vllm_cpu(first.model.model_path)
+        engines = {s.explorer.rollout_model.engine_type for s in stages if s.mode != "train"}
+        lora = first.model.lora
+        if "vllm" in engines and lora.rank > 0 and lora.target_modules == ["all-linear"]:
+            check_vllm_adapter(first.model.model_path)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
