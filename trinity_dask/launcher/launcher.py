@@ -59,7 +59,7 @@ class Launcher:
     # called by the driver ----------------------------------------------------------
     async def start(self) -> dict[str, Any]:
         """Begin; a second call changes nothing. Returns what identifies the run."""
-        if self._task is None:
+        if self._task is None and self._board is None:
             self._board = StatusBoard(n_stages=len(self.stages), run_id=self.run_id)
             self._task = asyncio.get_running_loop().create_task(self._run())
         return {"run_id": self.run_id, "base_dir": self.base_dir, "job_dirs": self.job_dirs}
@@ -72,7 +72,10 @@ class Launcher:
 
     async def stop(self, reason: str = "stop requested") -> None:
         """Finish the current train step, save, and end as ``interrupted``."""
-        if self._board is None or self._board.state in FINAL_STATES:
+        if self._board is None:  # its driver was killed before it could start it
+            self._board = StatusBoard(n_stages=len(self.stages), run_id=self.run_id)
+            await self._board.update(state="interrupted", message=reason)
+        if self._board.state in FINAL_STATES:
             return
         self._stop_reason = reason
         self._stopping.set()

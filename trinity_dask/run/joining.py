@@ -2,7 +2,8 @@
 
 Invariant: a run announces itself on the scheduler before it takes any worker, under a lock, so
 two drivers never take the same slot. Only the trainer and the explorers of one job share a
-cluster; every other run has it for itself. Entries of dead runs are removed by the next one.
+cluster; every other run has it for itself. Entries of dead runs are removed by the next one; a run
+is dead when the scheduler has lost its launcher, not when it does not answer.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from trinity_dask.cluster.rpc import ActorLost, call
+from trinity_dask.cluster.placement import scheduler_of
+from trinity_dask.cluster.rpc import ActorHandle, ActorLost, call
 from trinity_dask.config import Config, modes
 from trinity_dask.files import read_json, write_json
 from trinity_dask.launcher.status import FINAL_STATES
@@ -154,8 +156,16 @@ def _state(client: Client, entry: Entry) -> Optional[str]:
     try:
         status = call(client, entry["handle"], "status", timeout=CALL_TIMEOUT_S)
     except (ActorLost, TimeoutError):
-        return None
+        # a broken connection or a silent half minute is no death: the scheduler knows
+        return "does not answer" if is_held(client, entry["handle"]) else None
     return None if status["state"] in FINAL_STATES else str(status["state"])
+
+
+def is_held(client: Client, handle: ActorHandle) -> bool:
+    """Whether the actor's worker is alive and holds it, as the scheduler knows."""
+    scheduler = scheduler_of(client)
+    holders = client.sync(scheduler.who_has, keys=[handle.key], asynchronous=False)
+    return handle.address in (holders.get(handle.key) or ())
 
 
 def member_of(cfg: Config) -> Optional[str]:

@@ -11,6 +11,7 @@ import os
 import socket
 import threading
 import uuid
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Optional
@@ -272,8 +273,9 @@ class Run:
             timeout=away_s(self.cfg.cluster, START_TIMEOUT_S),
         )
         self._handle = self._ref.handle
-        self._call("start")
+        # before it runs: one whose driver is killed in between must be found and can be stopped
         self._publish()
+        self._call("start")
         if self._stop_reason is not None:
             self._call("stop", self._stop_reason)
 
@@ -303,7 +305,17 @@ class Run:
             self._end("failed", f"{type(error).__name__}: {error}")
 
     def _lost(self, error: BaseException) -> None:
-        """The control worker died: its state is on disk, so start the launcher again."""
+        """The control worker died: its state is on disk, so start the launcher again.
+
+        Unless only the connection to it broke, and it answers on another.
+        """
+        assert self._handle is not None
+        assert self._client is not None
+        with suppress(ActorLost, OSError):
+            if joining.is_held(self._client, self._handle):
+                with suppress(TimeoutError):  # busy: it is asked again
+                    self._set(**self._call("status", 0, 0.0))
+                return
         allowed = MAX_RELAUNCHES
         if self.cfg.cluster.type == "slurm":
             allowed = self.cfg.cluster.max_resubmits
