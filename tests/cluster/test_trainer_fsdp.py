@@ -17,6 +17,7 @@ from trainer_support import grpo_config, save_tiny_model
 from trinity_dask.cluster import RunCluster, call, open_cluster, start_actor, stop_actor
 from trinity_dask.config.schema import Config, GroupConfig, LoraConfig, OptimizerConfig
 from trinity_dask.trainer.checkpoints.checkpoint import complete_checkpoints
+from trinity_dask.trainer.checkpoints.shards import saved_weights
 
 WAIT_S = 240.0
 SIZES = [6, 7, 1, 8]  # in the third step one of two ranks has no row
@@ -67,10 +68,10 @@ def last(cfg: Config) -> Path:
 def weights(cfg: Config) -> dict[str, torch.Tensor]:
     """Of the policy and, with one, the critic."""
     return {
-        f"{path.parent.name}/{name}": tensor
-        for path in sorted(last(cfg).glob("*/model.safetensors"))
-        if path.parent.name in ("actor", "critic")
-        for name, tensor in load_file(path).items()
+        f"{path.name}/{name}": tensor
+        for path in sorted(last(cfg).iterdir())
+        if path.name in ("actor", "critic")
+        for name, tensor in saved_weights(path)
     }
 
 

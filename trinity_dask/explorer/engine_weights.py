@@ -15,7 +15,13 @@ from trinity_dask.cluster.rpc import rpc
 from trinity_dask.config.errors import hint
 from trinity_dask.engines.pool import EnginePool
 from trinity_dask.models.protocol import WeightGroupSpec, WeightUpdate
-from trinity_dask.trainer.checkpoints.checkpoint import ADAPTER, HF_EXPORT, WEIGHTS, latest_complete
+from trinity_dask.trainer.checkpoints.checkpoint import (
+    ACTOR,
+    ADAPTER,
+    HF_EXPORT,
+    WEIGHTS,
+    latest_complete,
+)
 from trinity_dask.weights.files import read_safetensors
 
 log = logging.getLogger("trinity_dask.explorer")
@@ -29,7 +35,10 @@ def checkpoint_weights(checkpoint: Path) -> Path:
     Raises:
         FileNotFoundError: it has neither.
     """
-    for path in (checkpoint / ADAPTER, checkpoint / WEIGHTS, checkpoint / HF_EXPORT):
+    from trinity_dask.trainer.checkpoints.shards import assemble
+
+    weights = assemble(checkpoint / ACTOR)  # a sharded trainer's, which engines do not read
+    for path in (checkpoint / ADAPTER, weights, checkpoint / HF_EXPORT):
         if path.is_file() or list(path.glob("*.safetensors")):
             return path
     raise FileNotFoundError(

@@ -31,10 +31,41 @@ def add_adapter(model: Any, lora: Mapping[str, Any], base: str = "") -> None:
     from peft import get_peft_model
 
     # the wrapper finds the targets of "all-linear"; what it leaves is the model itself
-    wrapped = get_peft_model(model, config)
+    with _kept_where_made(model):
+        wrapped = get_peft_model(model, config)
     model.trinity_adapter = wrapped.peft_config["default"]
     if lora.get("path"):
         load_adapter(model, read_adapter(str(lora["path"])))
+
+
+@contextmanager
+def _kept_where_made(model: Any) -> Iterator[None]:
+    """Within it a new adapter has memory even if ``model`` has none (is on the meta device): peft
+    moves it there, and its first values would be lost."""
+    from peft.tuners.lora.layer import ParamWrapper
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        yield
+        return
+    made: list[tuple[Any, str, Any]] = []
+
+    def remember(layer: Any, *_: Any, **__: Any) -> None:
+        for part in layer.modules():
+            kept = [(k, p) for k, p in part._parameters.items() if p is not None]
+            made.extend((part, key, p) for key, p in kept if not p.is_meta)
+
+    name = "_move_adapter_to_device_of_base_layer"
+    moves = [(kind, vars(kind)[name]) for kind in (BaseTunerLayer, ParamWrapper)]
+    try:
+        for kind, _ in moves:
+            setattr(kind, name, remember)
+        yield
+    finally:
+        for kind, move in moves:
+            setattr(kind, name, move)
+    for part, key, parameter in made:
+        part._parameters[key] = parameter
 
 
 def has_adapter(model: Any) -> bool:

@@ -17,14 +17,15 @@ import fcntl
 import json
 import os
 import secrets
+import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import IO, TYPE_CHECKING, Any, Optional
 
 from trinity_dask.files import replacing
 from trinity_dask.models.protocol import TensorMeta, WeightUpdate
@@ -52,24 +53,30 @@ DTYPES = {
 }
 MARKER_SUFFIX = ".complete.json"
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss", "memory"}
+COPY_BYTES = 1 << 24
 READ_ATTEMPTS = 3  # how often an object may be replaced while it is about to be read
 Options = Optional[Mapping[str, Any]]
 
 
 # --------------------------------------------------------------------------- writing
 def write_safetensors(
-    path: str, named: Iterable[tuple[str, torch.Tensor]], durable: bool = False
+    path: str,
+    named: Iterable[tuple[str, torch.Tensor]],
+    durable: bool = False,
+    meta: Optional[Sequence[TensorMeta]] = None,
 ) -> Digest:
     """Write ``(name, tensor)`` pairs to ``path`` and return their digest.
 
-    ``durable`` waits until the bytes are on the disk; a file in memory needs no such wait.
+    ``durable`` waits until the bytes are on the disk; a file in memory needs no such wait. With
+    ``meta`` of all pairs each tensor is taken when the one before is written; without it all of
+    them exist at once.
 
     Raises:
         OSError: the directory cannot be written or is full; ``path`` is then unchanged.
         ValueError: a tensor's dtype has no name in the format.
     """
-    import torch
-
+    if meta is not None:
+        return _write_in_turn(path, named, durable, meta)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named}
     header = layout_of(tensors).header
     with (
@@ -80,10 +87,52 @@ def write_safetensors(
         with open(partial, "xb") as file:
             file.write(header)
             for tensor in tensors.values():
-                if tensor.numel():
-                    own_memory: Any = tensor.view(-1).view(torch.uint8).numpy()
-                    file.write(own_memory)
+                _write_bytes(file, tensor)
     return digest.result()
+
+
+def _write_in_turn(
+    path: str, named: Iterable[tuple[str, torch.Tensor]], durable: bool, meta: Sequence[TensorMeta]
+) -> Digest:
+    digest = Digest()
+    layout = layout_of_meta(meta)
+    with replacing(Path(path), durable) as partial, open(partial, "xb") as file:
+        file.write(layout.header)
+        for each, (name, tensor) in zip(meta, named, strict=True):
+            own = tensor.detach().cpu().contiguous()
+            if (name, tuple(own.shape), own.nbytes) != (each.name, each.shape, each.n_bytes):
+                raise ValueError(f"expected tensor {each}, got {name!r}: metadata is stale")
+            _write_bytes(file, own)
+            digest.add(name, own)
+    return digest
+
+
+def write_one_by_one(path: Path, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Write ``(name, tensor)`` pairs of which nothing is known before they come, and of which no
+    two exist at once: their bytes wait in a file of their own until all places are known.
+
+    Raises:
+        OSError, ValueError: as :func:`write_safetensors`.
+    """
+    found = []
+    with tempfile.TemporaryFile(dir=path.parent) as body:
+        for name, tensor in named:
+            own = tensor.detach().cpu().contiguous()
+            found.append((name, _dtype_of(name, own), tuple(own.shape), own.nbytes))
+            _write_bytes(body, own)
+            del tensor, own
+        body.seek(0)
+        with open(path, "xb") as file:
+            file.write(_layout(tuple(found)).header)
+            shutil.copyfileobj(body, file, COPY_BYTES)
+
+
+def _write_bytes(file: IO[bytes], tensor: torch.Tensor) -> None:
+    import torch
+
+    if tensor.numel():
+        own_memory: Any = tensor.view(-1).view(torch.uint8).numpy()
+        file.write(own_memory)
 
 
 def _digest(tensors: Mapping[str, torch.Tensor]) -> Digest:
@@ -114,11 +163,20 @@ def layout_of(tensors: Mapping[str, torch.Tensor]) -> Layout:
     """
     found = []
     for name, tensor in tensors.items():
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if dtype not in DTYPES:
-            raise ValueError(f"{name} is {dtype}; a weight file holds {', '.join(DTYPES)}")
-        found.append((name, dtype, tuple(tensor.shape), tensor.nbytes))
+        found.append((name, _dtype_of(name, tensor), tuple(tensor.shape), tensor.nbytes))
     return _layout(tuple(found))
+
+
+def layout_of_meta(meta: Sequence[TensorMeta]) -> Layout:
+    """As :func:`layout_of`, of tensors that are still to come."""
+    return _layout(tuple((each.name, each.dtype, each.shape, each.n_bytes) for each in meta))
+
+
+def _dtype_of(name: str, tensor: torch.Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise ValueError(f"{name} is {dtype}; a weight file holds {', '.join(DTYPES)}")
+    return dtype
 
 
 @lru_cache(maxsize=4)  # a model's tensors are the same at each version
@@ -198,6 +256,28 @@ def read_safetensors(path: str, digest: Digest | None = None) -> Iterator[tuple[
                 yield name, tensor
 
 
+class TensorFile(Mapping[str, "torch.Tensor"]):
+    """The tensors of one safetensors file by name, each read when it is asked for.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        from safetensors import safe_open
+
+        self._file: Any = safe_open(path, framework="pt")
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file.keys())
+
+    def __len__(self) -> int:
+        return len(self._file.keys())
+
+
 def file_meta(path: str) -> tuple[TensorMeta, ...]:
     """Names, dtypes and shapes of the tensors at ``path``, in the order of reading."""
     from safetensors import safe_open
@@ -272,17 +352,19 @@ def write_weights(
     named: Iterable[tuple[str, torch.Tensor]],
     options: Options = None,
     durable: bool = False,
+    meta: Optional[Sequence[TensorMeta]] = None,
 ) -> Digest:
-    """Publish ``named`` at ``path``, a URL (with fsspec's ``options``) or a file.
+    """Publish ``named`` at ``path``, a URL (with fsspec's ``options``) or a file; ``meta`` as in
+    :func:`write_safetensors`.
 
     Raises:
         OSError: it cannot be written; what was at ``path`` before is still there.
     """
     if not is_url(path):
-        return write_safetensors(local_path(path), named, durable)
+        return write_safetensors(local_path(path), named, durable, meta)
     with tempfile.TemporaryDirectory(prefix="trinity-weights-") as here:
         file = os.path.join(here, f"weights{SUFFIX}")
-        digest = write_safetensors(file, named)
+        digest = write_safetensors(file, named, meta=meta)
         _upload(file, path, options, digest)
     return digest
 

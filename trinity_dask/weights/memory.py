@@ -19,14 +19,20 @@ import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Optional
 
 from trinity_dask.models.protocol import TensorMeta
 from trinity_dask.weights.checksum import Digest, in_threads
-from trinity_dask.weights.files import layout_of, meta_of, open_locked, read_layout
+from trinity_dask.weights.files import (
+    layout_of,
+    layout_of_meta,
+    meta_of,
+    open_locked,
+    read_layout,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -115,16 +121,26 @@ class SharedFiles:
         self._maps: dict[tuple[int, int], torch.Tensor] = {}
 
     # writing --------------------------------------------------------------------------
-    def write(self, path: str, named: Iterable[tuple[str, torch.Tensor]]) -> Digest:
+    def write(
+        self,
+        path: str,
+        named: Iterable[tuple[str, torch.Tensor]],
+        meta: Optional[Sequence[TensorMeta]] = None,
+    ) -> Digest:
         """Write ``(name, tensor)`` pairs as the safetensors file ``path``; their digest.
+
+        With ``meta`` of all pairs each tensor is taken when the one before is written; without it
+        all of them exist at once, and several threads write them.
 
         Raises:
             OSError: the memory is full; ``path`` is then unchanged.
         """
         import torch
 
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named}
-        layout = layout_of(tensors)
+        tensors: dict[str, torch.Tensor] = {}
+        if meta is None:
+            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named}
+        layout = layout_of(tensors) if meta is None else layout_of_meta(meta)
         folder = os.path.dirname(os.path.abspath(path))
         os.makedirs(folder, exist_ok=True)
         with _claimed(folder, layout.n_bytes) as (name, fd):
@@ -136,8 +152,14 @@ class SharedFiles:
                 key, start, end = place
                 digest.add_copying(key, tensors[key], memory[start:end])
 
-            sizes = [end - start for _, start, end in layout.places]
-            digest = in_threads(copy, layout.places, sizes)
+            if meta is None:
+                sizes = [end - start for _, start, end in layout.places]
+                digest = in_threads(copy, layout.places, sizes)
+            else:
+                digest = Digest()
+                for place, (key, tensor) in zip(layout.places, named, strict=True):
+                    tensors = {key: tensor.detach().cpu().contiguous()}
+                    copy(digest, place)
             os.rename(name, path)
         return digest
 

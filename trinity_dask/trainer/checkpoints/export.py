@@ -1,10 +1,10 @@
 """What the ranks write into a checkpoint, read back from it, and give away.
 
-Invariant: every tensor is written whole, whatever the ranks have of it, so a checkpoint
-continues with any number of ranks; the directory of a model is itself one that transformers
-loads (with an adapter: one that peft loads). The export is made from the checkpoint's own
-files alone (an adapter that is merged also reads its base model), tensor by tensor, and its
-directory appears whole or not at all.
+Invariant: a checkpoint continues with any number of ranks. What ranks hold in shards they write
+as such (:mod:`~trinity_dask.trainer.checkpoints.shards`); a model that they hold whole, and an
+adapter, is written whole by rank 0, and its directory is one that transformers (or peft) loads.
+The export is made from the checkpoint's own files alone (an adapter that is merged also reads its
+base model), tensor by tensor, and its directory appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -36,44 +36,53 @@ from trinity_dask.trainer.checkpoints.checkpoint import (
     RNG,
     WEIGHTS_FILE,
 )
+from trinity_dask.trainer.checkpoints.shards import (
+    SHARDS_DIR,
+    read_shards,
+    saved_weights,
+    write_shards,
+)
 from trinity_dask.trainer.model.trainable import TrainableModel
 from trinity_dask.weights.broadcast import named_weights, persistent_buffers
-from trinity_dask.weights.files import read_safetensors
+from trinity_dask.weights.files import TensorFile, write_one_by_one
 
 GENERATION_FILE = "generation_config.json"
 TEXT_FILES = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
 
 
 def write_engine(
-    models: Mapping[str, TrainableModel], directory: Optional[Path], source: str = ""
+    models: Mapping[str, TrainableModel], directory: Path, source: str = "", lead: bool = True
 ) -> None:
     """Weights, optimizer state and configuration of every model, and the random generator.
 
     Args:
-        directory: None on a rank that only takes part in gathering shards.
         source: the model directory that training started from, for the tokenizer's files.
+        lead: False on the ranks other than 0, which only write their shards, if any.
     """
     for name, model in models.items():
-        weights = _gathered(model.full_weights(), directory)
-        state = _gathered(model.state_tensors(), directory)
-        if directory is not None:
-            _write_model(model, weights, state, directory / name, source)
-    if directory is not None:
+        if model.lockstep and not has_adapter(model.module):
+            write_shards(model, directory / name / SHARDS_DIR)
+        else:
+            weights = _gathered(model.full_weights(), lead)
+            state = _gathered(model.state_tensors(), lead)
+            if lead:
+                _write_whole(model, weights, state, directory / name, source)
+        if lead:
+            _write_config(model, directory / name, source)
+    if lead:
         save_file({"torch": torch.get_rng_state()}, directory / RNG)
 
 
-def _gathered(
-    named: Iterable[tuple[str, torch.Tensor]], directory: Optional[Path]
-) -> dict[str, torch.Tensor]:
+def _gathered(named: Iterable[tuple[str, torch.Tensor]], lead: bool) -> dict[str, torch.Tensor]:
     """Every tensor on the CPU; where nothing is written, none is kept."""
     kept = {}
     for name, tensor in named:
-        if directory is not None:
+        if lead:
             kept[name] = tensor.detach().cpu().contiguous()
     return kept
 
 
-def _write_model(
+def _write_whole(
     model: TrainableModel,
     weights: dict[str, torch.Tensor],
     state: dict[str, torch.Tensor],
@@ -86,6 +95,9 @@ def _write_model(
     else:
         save_file(weights, directory / WEIGHTS_FILE, metadata={"format": "pt"})
     save_file(state, directory / OPTIMIZER_FILE)
+
+
+def _write_config(model: TrainableModel, directory: Path, source: str) -> None:
     config = copy.deepcopy(model.module.config)
     # sharding gives the class another name
     config.architectures = [type(model.module).__name__.removeprefix("FSDP")]
@@ -120,14 +132,18 @@ def read_engine(models: Mapping[str, TrainableModel], checkpoint: str | Path) ->
         directory = Path(checkpoint) / name
         if has_adapter(model.module):
             model.load_weights(read_adapter(str(directory / ADAPTER_DIR)))
+        elif (directory / SHARDS_DIR).is_dir():
+            read_shards(model, directory / SHARDS_DIR)
+            continue
         elif (directory / WEIGHTS_FILE).is_file():
-            model.load_weights(load_file(directory / WEIGHTS_FILE))
+            model.load_weights(TensorFile(directory / WEIGHTS_FILE))
         else:
             raise FileNotFoundError(
-                f"{directory} has no {WEIGHTS_FILE}: it was not trained with this setting of "
-                "model.lora.rank, or it is damaged; use the configuration that it was made with"
+                f"{directory} has no {WEIGHTS_FILE} and no {SHARDS_DIR}/: it was not trained with "
+                "this setting of model.lora.rank, or it is damaged; use the configuration that it "
+                "was made with"
             )
-        model.load_state_tensors(load_file(directory / OPTIMIZER_FILE))
+        model.load_state_tensors(TensorFile(directory / OPTIMIZER_FILE))
     torch.set_rng_state(load_file(Path(checkpoint) / RNG)["torch"])
 
 
@@ -167,7 +183,7 @@ def export_policy(checkpoint: Path, dtype: torch.dtype, merge: bool = False) -> 
 
 
 def _export_model(adapter: Path, actor: Path, target: Path, dtype: torch.dtype) -> None:
-    named = _merged(adapter) if adapter.is_dir() else read_safetensors(str(actor / WEIGHTS_FILE))
+    named = _merged(adapter) if adapter.is_dir() else saved_weights(actor)
     skeleton = _skeleton(actor)
     if skeleton is not None:
         kept = persistent_buffers(skeleton)  # in their own dtype
@@ -175,9 +191,7 @@ def _export_model(adapter: Path, actor: Path, target: Path, dtype: torch.dtype) 
         named = HubNames(skeleton).to_hub(typed)
     else:
         named = ((name, value.to(dtype)) for name, value in named)
-    # parts of one tensor have memory of their own in the file
-    tensors = {name: value.contiguous().clone() for name, value in named}
-    save_file(tensors, target / WEIGHTS_FILE, metadata={"format": "pt"})
+    write_one_by_one(target / WEIGHTS_FILE, named)
     copy_text_files(actor, target)
     config = target / "config.json"
     values = json.loads(config.read_text(encoding="utf-8"))

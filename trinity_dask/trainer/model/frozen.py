@@ -21,7 +21,13 @@ from trinity_dask.models.lora import adapter_off, has_adapter
 from trinity_dask.models.tokenizer import load_tokenizer
 from trinity_dask.trainer.model.logprobs import LOGITS_BYTES, Scorer
 from trinity_dask.trainer.model.policy_model import autocast_dtype, load_policy
-from trinity_dask.trainer.ranks.parallel import FROZEN, is_sharded, offload_of, to_device
+from trinity_dask.trainer.ranks.parallel import (
+    FROZEN,
+    Sharding,
+    is_sharded,
+    offload_of,
+    to_device,
+)
 
 
 class FrozenModel:
@@ -79,7 +85,12 @@ class BaseUnderAdapter(FrozenModel):
 
 
 def load_reference(
-    cfg: Config, spec: AlgorithmSpec, path: str, device: str, policy: Any = None
+    cfg: Config,
+    spec: AlgorithmSpec,
+    path: str,
+    device: str,
+    policy: Any = None,
+    sharding: Optional[Sharding] = None,
 ) -> Any:
     """The policy before training; ``path`` is where this stage starts.
 
@@ -89,10 +100,16 @@ def load_reference(
         return None
     if policy is not None and has_adapter(policy):
         return BaseUnderAdapter(policy, autocast_dtype(cfg.model.dtype))
-    return _frozen(cfg, path, device)
+    return _frozen(cfg, path, device, sharding)
 
 
-def load_teacher(cfg: Config, spec: AlgorithmSpec, policy: Any, device: str) -> Any:
+def load_teacher(
+    cfg: Config,
+    spec: AlgorithmSpec,
+    policy: Any,
+    device: str,
+    sharding: Optional[Sharding] = None,
+) -> Any:
     """The teacher of ``model.teacher_model_path``; None when the rows bring its log-probs.
 
     Raises:
@@ -101,7 +118,7 @@ def load_teacher(cfg: Config, spec: AlgorithmSpec, policy: Any, device: str) -> 
     path = cfg.model.teacher_model_path
     if not spec.uses_teacher or not path:
         return None
-    teacher = _frozen(cfg, path, device)
+    teacher = _frozen(cfg, path, device, sharding)
     own, of_teacher = (
         each.config.get_text_config().vocab_size for each in (policy, teacher.module)
     )
@@ -128,7 +145,13 @@ def load_teacher(cfg: Config, spec: AlgorithmSpec, policy: Any, device: str) -> 
     return teacher
 
 
-def _frozen(cfg: Config, path: str, device: str) -> FrozenModel:
-    trust, attention = cfg.model.trust_remote_code, cfg.model.attn_implementation
-    module = load_policy(path, device=device, trust_remote_code=trust, attention=attention)
+def _frozen(cfg: Config, path: str, device: str, sharding: Optional[Sharding]) -> FrozenModel:
+    module = load_policy(
+        path,
+        device=device,
+        trust_remote_code=cfg.model.trust_remote_code,
+        attention=cfg.model.attn_implementation,
+        sharding=sharding,
+        trained=False,
+    )
     return FrozenModel(module, autocast_dtype(cfg.model.dtype), offload_of(cfg, FROZEN))

@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from trinity_dask.config.schema import LoraConfig
 from trinity_dask.models.checks import attention_implementation
 from trinity_dask.models.lora import add_adapter
+from trinity_dask.trainer.model.sharded import Skeleton
+from trinity_dask.trainer.ranks.parallel import Sharding, is_sharded
 
 # from_pretrained swaps global default devices and initialisers: two loads at once in one
 # process leave tensors without data
@@ -43,6 +45,8 @@ def load_policy(
     lora: Optional[LoraConfig] = None,
     fused_kernels: bool = False,
     attention: Optional[str] = None,
+    sharding: Optional[Sharding] = None,
+    trained: bool = True,
 ) -> Any:
     """A Hugging Face causal language model for training, float32 on ``device``.
 
@@ -50,6 +54,8 @@ def load_policy(
         lora: with a rank above 0 only an adapter wants a gradient.
         fused_kernels: take liger-kernel's layers on a GPU where it is installed.
         attention: ``model.attn_implementation``; None is what the architecture needs.
+        sharding: read only this rank's shards; None reads the whole model.
+        trained: False for a model that only scores; its shards are kept in the compute dtype.
 
     Raises:
         OSError, ValueError: ``model_path`` is no model, or lacks weights (from transformers).
@@ -58,14 +64,16 @@ def load_policy(
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # it would end up in a worker's log
+    path, trust = str(model_path), {"trust_remote_code": trust_remote_code}
+    skeleton = None
     with LOADING:
-        config = AutoConfig.from_pretrained(str(model_path), trust_remote_code=trust_remote_code)
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            str(model_path),
-            dtype=torch.float32,
-            attn_implementation=attention_implementation(config, attention),
-            trust_remote_code=trust_remote_code,
-        )
+        config = AutoConfig.from_pretrained(path, **trust)
+        options = {"attn_implementation": attention_implementation(config, attention), **trust}
+        if sharding is not None:
+            skeleton = Skeleton(AutoModelForCausalLM, path, config, **options)
+            model: Any = skeleton.module.requires_grad_(trained)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
     if fused_kernels and device != "cpu" and importlib.util.find_spec("liger_kernel") is not None:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
@@ -74,7 +82,10 @@ def load_policy(
             model=model, cross_entropy=False, fused_linear_cross_entropy=False
         )
     if lora is not None and lora.rank > 0:
-        add_adapter(model, asdict(lora), str(model_path))
+        with LOADING:
+            add_adapter(model, asdict(lora), path)
+    if skeleton is not None and sharding is not None:
+        skeleton.fill(sharding, device)
     return deterministic(model, device, gradient_checkpointing)
 
 
@@ -85,7 +96,8 @@ def deterministic(model: Any, device: str, gradient_checkpointing: bool) -> Any:
     Raises:
         ValueError: it has no layers that transformers could compute again in the backward pass.
     """
-    model.to(device)
+    if not is_sharded(model):  # shards are there already
+        model.to(device)
     for module in model.modules():  # should somebody train() it
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0

@@ -8,12 +8,13 @@ weights (or its shard of them).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from trinity_dask.config.schema import OptimizerConfig
 from trinity_dask.models.hub_names import HubNames
@@ -170,38 +171,45 @@ class TrainableModel:
         )
         return tensor_meta(named if self._hub is None else self._hub.to_hub(named))
 
-    def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Optimizer state by name, whole, to be saved with the weights; as full_weights."""
+    def state_tensors(self, gather: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Optimizer state by name, to be saved with the weights: whole, as full_weights, or with
+        ``gather`` False as this rank has it."""
         for name, parameter in self.named.items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    yield f"{key}|{name}", whole(value)
+                    yield f"{key}|{name}", whole(value) if gather else value
                 elif isinstance(value, int):
                     yield f"{key}|{name}|int", torch.tensor(value)
 
-    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Take over :meth:`state_tensors` of an equal model, of any number of ranks."""
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over :meth:`state_tensors` of an equal model, of any number of ranks: whole
+        tensors, or this rank's shards, which it keeps."""
         self.optimizer.state.clear()
         for label, value in tensors.items():
             key, name, *kind = label.split("|")
             parameter = self.named[name]
             state = self.optimizer.state[parameter]
-            state[key] = int(value) if kind else like(value, parameter).clone()
+            mine = isinstance(value, DTensor)
+            state[key] = int(value) if kind else value if mine else like(value, parameter).clone()
 
     @torch.no_grad()
-    def load_weights(self, tensors: dict[str, Tensor]) -> None:
-        """Copy whole weights by name into the module.
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy whole weights by name into the module, one after the other.
 
         Buffers may be missing: checkpoints of before had none, and they are the start model's.
 
         Raises:
             ValueError: names or shapes are not the module's.
         """
-        if wrong := self.named.keys() ^ (tensors.keys() - self.buffers.keys()):
-            raise ValueError(
-                f"the checkpoint's {len(tensors)} tensors are not the model's "
-                f"{len(self.named)}; first difference: {min(wrong)!r}"
-            )
+        self.check_names(tensors.keys())
         for name, tensor in (self.named | self.buffers).items():
             if name in tensors:
                 tensor.copy_(like(tensors[name], tensor))
+
+    def check_names(self, names: Set[str]) -> None:
+        """Raises ValueError unless a checkpoint's weights have the model's names."""
+        if wrong := self.named.keys() ^ (names - self.buffers.keys()):
+            raise ValueError(
+                f"the checkpoint's {len(names)} tensors are not the model's "
+                f"{len(self.named)}; first difference: {min(wrong)!r}"
+            )

@@ -25,13 +25,21 @@ from trinity_dask.models.checks import attention_implementation
 from trinity_dask.trainer.checkpoints.checkpoint import WEIGHTS_FILE
 from trinity_dask.trainer.model.logprobs import padding_inputs
 from trinity_dask.trainer.model.policy_model import LOADING, deterministic
+from trinity_dask.trainer.model.sharded import Skeleton
+from trinity_dask.trainer.ranks.parallel import Sharding, is_sharded, shard
 from trinity_dask.trainer.step.batching import MicroBatch
 from trinity_dask.weights.files import read_safetensors
 
 HEAD_NAMES = ("score", "classifier")  # what transformers calls the head
 
 
-def load_critic(cfg: Config, spec: AlgorithmSpec, path: str, device: str) -> Optional[Any]:
+def load_critic(
+    cfg: Config,
+    spec: AlgorithmSpec,
+    path: str,
+    device: str,
+    sharding: Optional[Sharding] = None,
+) -> Optional[Any]:
     """The value model, from ``critic.model_path`` or else the stage's start model."""
     if not spec.uses_critic:
         return None
@@ -41,6 +49,7 @@ def load_critic(cfg: Config, spec: AlgorithmSpec, path: str, device: str) -> Opt
         trust_remote_code=cfg.model.trust_remote_code,
         gradient_checkpointing=cfg.trainer.gradient_checkpointing,
         attention=cfg.model.attn_implementation,
+        sharding=sharding,
     )
 
 
@@ -71,8 +80,10 @@ def load_value_model(
     trust_remote_code: bool = False,
     gradient_checkpointing: bool = False,
     attention: Optional[str] = None,
+    sharding: Optional[Sharding] = None,
 ) -> Any:
-    """A float32 critic on ``device``, from a critic's or a causal language model's directory.
+    """A float32 critic on ``device``, from a critic's or a causal language model's directory;
+    with ``sharding`` only this rank's shards of it.
 
     Raises:
         OSError, ValueError: no model (from transformers).
@@ -99,10 +110,17 @@ def load_value_model(
             }
             names = config.architectures or []
             model: Any
-            if names == [ValueModel.__name__]:
+            has_class = type(config) in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+            if sharding is not None and has_class and names != [ValueModel.__name__]:
+                config.num_labels = 1
+                del options["dtype"]  # float32 as the skeleton is
+                model = Skeleton(AutoModelForTokenClassification, path, config, **options).fill(
+                    sharding, device
+                )
+            elif names == [ValueModel.__name__]:
                 model = ValueModel(AutoModel.from_config(config, **options))
                 model.load_state_dict(dict(read_safetensors(str(Path(path) / WEIGHTS_FILE))))
-            elif type(config) in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
+            elif has_class:
                 of_tokens = AutoModelForTokenClassification
                 model = of_tokens.from_pretrained(path, num_labels=1, **options)
             else:
@@ -115,6 +133,8 @@ def load_value_model(
             for name, parameter in model.named_parameters():
                 if name.partition(".")[0] in HEAD_NAMES:
                     parameter.zero_()
+    if sharding is not None and not is_sharded(model):  # a head of our own, loaded whole
+        shard(model.to(device), sharding.mesh, sharding.compute, sharding.reshard)
     return deterministic(model, device, gradient_checkpointing)
 
 

@@ -13,6 +13,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Optional
 
@@ -92,6 +93,15 @@ def _gloo_interface(host: str) -> Iterator[None]:
         os.environ.pop("GLOO_SOCKET_IFNAME", None)
 
 
+@dataclass(frozen=True)
+class Sharding:
+    """How a model is dealt to the ranks of ``mesh``; the rest as in :func:`shard`."""
+
+    mesh: Any
+    compute: Optional[torch.dtype] = None
+    reshard: bool = True
+
+
 def shard(
     module: Any, mesh: Any, compute: Optional[torch.dtype] = None, reshard: bool = True
 ) -> None:
@@ -99,7 +109,7 @@ def shard(
 
     Args:
         compute: dtype of gathered weights, None for their own; gradients are reduced in
-            float32, and shards stay float32.
+            float32, and shards stay as they are.
         reshard: free a layer's gathered weights after its forward pass.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard

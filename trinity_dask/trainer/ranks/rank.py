@@ -50,6 +50,7 @@ from trinity_dask.models.protocol import (
 from trinity_dask.registry import load_plugins
 from trinity_dask.trainer.checkpoints.checkpoint import read_state, write_checkpoint
 from trinity_dask.trainer.checkpoints.export import export_policy, read_engine, write_engine
+from trinity_dask.trainer.checkpoints.shards import agree_on
 from trinity_dask.trainer.model.frozen import load_reference, load_teacher
 from trinity_dask.trainer.model.policy_model import autocast_dtype, load_policy, torch_dtype
 from trinity_dask.trainer.model.value_model import load_critic
@@ -59,9 +60,9 @@ from trinity_dask.trainer.ranks.parallel import (
     FROZEN,
     POLICY,
     ROLES,
+    Sharding,
     close_mesh,
     open_mesh,
-    shard,
     strategy_of,
 )
 from trinity_dask.trainer.sources import TrainInput, stale_metrics, without_stale
@@ -273,10 +274,13 @@ class TrainerRank:
     ) -> tuple[Any, ...]:
         """Policy, reference, teacher and critic (None where there is none), sharded if need be."""
         cfg, timeout_s = self.cfg, self.cfg.trainer.step_timeout_s
-        mesh = None
+        dealt: dict[str, Optional[Sharding]] = dict.fromkeys(ROLES)
         if group is not None and self.sharded:
             host = master.rpartition(":")[0]
             mesh = open_mesh(group, self.rank, self.world_size, self.device, host, timeout_s)
+            reshard = cfg.trainer.parallel.reshard_after_forward
+            sharding = Sharding(mesh, autocast_dtype(cfg.model.dtype), reshard)
+            dealt = {r: sharding if strategy_of(cfg, r) == "fsdp2" else None for r in ROLES}
         model = load_policy(
             model_path,
             device=self.device,
@@ -285,20 +289,12 @@ class TrainerRank:
             lora=cfg.model.lora,
             fused_kernels=cfg.trainer.fused_kernels != "off",
             attention=cfg.model.attn_implementation,
+            sharding=dealt[POLICY],
         )
-        teacher = load_teacher(cfg, spec, model, self.device)
-        reference = load_reference(cfg, spec, model_path, self.device, model)
-        critic = load_critic(cfg, spec, model_path, self.device)
-        frozen = [(FROZEN, each.module) for each in (teacher, reference) if each is not None]
-        seen: set[int] = set()
-        # the policy first: the reference under an adapter is the policy itself
-        for role, module in [(POLICY, model), (CRITIC, critic), *frozen]:
-            if mesh is None or module is None or id(module) in seen:
-                continue
-            seen.add(id(module))
-            if strategy_of(cfg, role) == "fsdp2":
-                reshard = cfg.trainer.parallel.reshard_after_forward
-                shard(module, mesh, autocast_dtype(cfg.model.dtype), reshard)
+        teacher = load_teacher(cfg, spec, model, self.device, dealt[FROZEN])
+        # the reference under an adapter is the policy itself
+        reference = load_reference(cfg, spec, model_path, self.device, model, dealt[FROZEN])
+        critic = load_critic(cfg, spec, model_path, self.device, dealt[CRITIC])
         return model, reference, teacher, critic
 
     async def close(self) -> None:
@@ -360,22 +356,31 @@ class TrainerRank:
     @on_all_ranks
     def save_checkpoint(self, job_dir: str, step: int, state: dict[str, Any], save_hf: bool) -> str:
         """Write ``global_step_<step>`` (called on rank 0 only); its path."""
-        now = self._now
-        if self.rank > 0:
-            write_engine(now.engine.trainables, None)
-            return ""
+        now, lead, begun = self._now, self.rank == 0, False
 
         def fill(directory: Path) -> None:
+            nonlocal begun
+            begun = True
+            if self.sharded:
+                agree_on(directory)
             write_engine(now.engine.trainables, directory, now.model_path)
             if save_hf:
                 dtype = torch_dtype(self.cfg.model.dtype)
                 export_policy(directory, dtype, self.cfg.model.lora.merge_export)
 
+        if not lead:
+            if (directory := agree_on(None)) is not None:
+                write_engine(now.engine.trainables, directory, lead=False)
+            return ""
         of_algorithm = now.engine.state_dict()
         if of_algorithm:
             state = state | {"algorithm": of_algorithm}
         keep = self.cfg.trainer.max_checkpoints_to_keep
-        return str(write_checkpoint(job_dir, step, state, fill, keep))
+        try:
+            return str(write_checkpoint(job_dir, step, state, fill, keep))
+        finally:
+            if self.sharded and not begun:  # the peers wait to be told
+                agree_on(None)
 
     # weights ----------------------------------------------------------------------------
     async def weight_meta(self) -> tuple[TensorMeta, ...]:
@@ -444,17 +449,20 @@ class TrainerRank:
         """Write the current weights to a file, or an fsspec URL, that appears whole."""
         start = time.perf_counter()
         policy = self._now.engine.policy
-        meta = {each.name: each.dtype for each in policy.wire_meta(self.cfg.model.dtype)}
+        every = policy.wire_meta(self.cfg.model.dtype)
+        dtypes = {each.name: each.dtype for each in every}
         weights = policy.full_weights(hub=True)
-        named = ((name, tensor.to(getattr(torch, meta[name]))) for name, tensor in weights)
+        named = ((name, tensor.to(getattr(torch, dtypes[name]))) for name, tensor in weights)
+        # where each tensor is gathered no two need exist at once
+        meta = every if self.sharded else None
         digest = Digest()
         if self.sharded and self.rank > 0:
             for _ in named:  # rank 0 needs this rank's shards
                 pass
         elif self.cfg.synchronizer.sync_method == "memory":
-            digest = self._shared.write(path, named)
+            digest = self._shared.write(path, named, meta)
         else:
-            digest = write_weights(path, named, storage_options)
+            digest = write_weights(path, named, storage_options, meta=meta)
         seconds = time.perf_counter() - start
         return WeightReceipt(version, digest.value, digest.n_bytes, seconds, self._now.step)
 
