@@ -38,6 +38,10 @@ ROWS = {
         *(rf"^{name} +{NUMBER}%( +{NUMBER}){{3}}$" for name in ("accuracy_reward", "math-verify"))
     ],
     "rollout": [r"│ +1 │" + rf" +{NUMBER} │" * 3, rf"ratio of the medians: {NUMBER}"],
+    "sharded_load": [
+        rf"\| 2 \| {phase}( \| {NUMBER}){{4}} \|"
+        for phase in ("load", "frozen", "save", "resume", "gather")
+    ],
     "startup": [rf"^ +{NUMBER} s ", rf"^median {NUMBER} s"],
     "store": [rf"^{name} +{NUMBER} +{NUMBER}" for name in ("none", "lz4", "zstd")],
     "taskset": [

@@ -148,3 +148,8 @@ def to_device(module: Any, device: torch.device) -> None:
     for parameter in module.parameters():
         parameter.grad = None
     module.to(device)
+
+
+def local_bytes(tensor: Tensor) -> int:
+    """Memory of ``tensor`` on this rank."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
