@@ -92,9 +92,10 @@ class Skeleton:
         return targets
 
     @torch.no_grad()
-    def fill(self, sharding: Sharding, device: str) -> Any:
+    def fill(self, sharding: Sharding, device: str, new: tuple[str, ...] = ()) -> Any:
         """Shard the model, which may hold an adapter by now, and read this rank's shards.
 
+        What no file has is told in a warning, unless it is in a module of ``new``.
         Parameters that want no gradient are kept in the dtype that they are computed with.
 
         Raises:
@@ -115,7 +116,7 @@ class Skeleton:
                 else:
                     _put(name, value, place, again=id(place) in filled)
                     filled.add(id(place))
-        self._initialise(parameters, filled)
+        self._initialise(parameters, filled, new)
         self._files = {}  # maps them no longer
         return self.module
 
@@ -143,7 +144,9 @@ class Skeleton:
             value = value[0] if isinstance(value, list) else value
             yield name, value if rows is None else _Rows(value)
 
-    def _initialise(self, parameters: dict[str, Tensor], filled: set[int]) -> None:
+    def _initialise(
+        self, parameters: dict[str, Tensor], filled: set[int], new: tuple[str, ...]
+    ) -> None:
         """Give what no file has its first values."""
         from torch.distributed.fsdp import FSDPModule
 
@@ -151,7 +154,8 @@ class Skeleton:
         unset = [name for name in missing.values() if ".lora_" not in name]
         seed = torch.initial_seed()
         for name in unset:
-            log.warning("%s is in no file and starts from its initialisation", name)
+            if name.partition(".")[0] not in new:
+                log.warning("%s is in no file and starts from its initialisation", name)
             place, label = parameters[name], name.rpartition(".")[2]
             owner = self.module.get_submodule(name.rpartition(".")[0])
             kind = type(owner)

@@ -114,9 +114,8 @@ def load_value_model(
             if sharding is not None and has_class and names != [ValueModel.__name__]:
                 config.num_labels = 1
                 del options["dtype"]  # float32 as the skeleton is
-                model = Skeleton(AutoModelForTokenClassification, path, config, **options).fill(
-                    sharding, device
-                )
+                skeleton = Skeleton(AutoModelForTokenClassification, path, config, **options)
+                model = skeleton.fill(sharding, device, new=HEAD_NAMES)
             elif names == [ValueModel.__name__]:
                 model = ValueModel(AutoModel.from_config(config, **options))
                 model.load_state_dict(dict(read_safetensors(str(Path(path) / WEIGHTS_FILE))))
