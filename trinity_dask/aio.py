@@ -67,6 +67,12 @@ class Changes:
             limits = [deadline, None if again_s is None else now + again_s]
             await self._woken(min((at for at in limits if at is not None), default=None))
 
+    async def next(self, timeout_s: float) -> None:
+        """Return at the next change, or after ``timeout_s``. Raises ``failure``."""
+        if self.failure is not None:
+            raise self.failure
+        await self._woken(asyncio.get_running_loop().time() + timeout_s)
+
     async def _woken(self, at: Optional[float]) -> None:
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.add(waiter)

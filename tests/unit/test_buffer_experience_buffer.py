@@ -94,6 +94,25 @@ def test_a_full_buffer_gives_up_at_its_deadline(tmp_path: Path) -> None:
     run(scenario())
 
 
+def test_a_trainer_that_moves_on_gives_a_writer_more_time(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        buffer = await opened(tmp_path, capacity_batches=1, max_read_timeout_s=0.2)
+        await buffer.commit(1, rows(1, 2), {})
+        waiting = asyncio.create_task(buffer.commit(2, rows(2, 2), {}))
+        for _ in range(6):
+            await asyncio.sleep(0.1)
+            lease = await buffer.lease(None, DEADLINE_S)
+            assert lease is not None
+            await buffer.release(lease.lease_id)
+        assert not waiting.done()
+        lease = await buffer.lease(None, DEADLINE_S)
+        assert lease is not None
+        await buffer.ack(lease.lease_id)
+        assert (await waiting).batch_id == 2
+
+    run(scenario())
+
+
 def test_end_of_data_reports_what_is_left(tmp_path: Path) -> None:
     async def scenario() -> None:
         buffer = await opened(tmp_path)

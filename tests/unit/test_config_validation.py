@@ -410,3 +410,19 @@ def test_explorer_and_trainer_write_files_of_their_own():
     (line,) = problems(grpo(explorer__name="x", trainer__name="x"))
     assert "explorer.name='x' is trainer.name too" in line
     assert problems(grpo(explorer__name="explorer-1.b_2", trainer__name="t")) == []
+
+
+def test_waits_are_as_long_as_what_is_waited_for_may_take() -> None:
+    config = resolve(grpo(explorer__max_timeout_s=4000.0, trainer__step_timeout_s=50_000.0))
+    store = config.buffer.trainer_input.experience_buffer
+    assert config.synchronizer.meet_timeout_s == 600 + 50_000
+    assert store.max_read_timeout_s == 600 + 50_000
+    assert not [line for line in validate(config) if "slow and well" in line]
+    quick = resolve(grpo(explorer__max_timeout_s=10.0, trainer__step_timeout_s=20.0))
+    assert quick.synchronizer.meet_timeout_s == 600 + 2 * quick.explorer.batch_timeout_s
+    assert quick.buffer.trainer_input.experience_buffer.max_read_timeout_s == 1800
+
+
+def test_a_wait_that_ends_healthy_runs_is_told() -> None:
+    told = validate(resolve(grpo(synchronizer__meet_timeout_s=100.0)))
+    assert [line for line in told if line.startswith("synchronizer.meet_timeout_s=100 is below")]

@@ -195,3 +195,53 @@ def test_pacing_counts_what_other_explorers_had_begun_before_a_resume(tmp_path: 
         await sync.close()
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize("style", ["fully_async", "trainer_driven", "explorer_driven"])
+def test_a_step_that_needs_more_than_the_bound_allows_is_no_endless_turn(
+    tmp_path: Path, style: str
+) -> None:
+    """The answer is that of the moment at which the wait ended."""
+
+    async def body() -> None:
+        sync = synchronizer(tmp_path, style, max_staleness=0, sync_timeout_s=5.0)
+        sync.attach_trainer()
+        sync.state.trainer_joined(0, 0)
+        await sync.register_explorer("a")
+        await sync.trainer_starved(0)
+        assert await sync.explorer_may_submit("a", 1)
+        assert await sync.explorer_may_submit("a", 2)
+        await sync.close()
+
+    asyncio.run(body())
+
+
+def test_a_side_that_moves_on_is_waited_for_longer_than_any_limit(tmp_path: Path) -> None:
+    async def body() -> None:
+        sync = synchronizer(tmp_path, "fixed", sync_timeout_s=0.2)
+        sync.state.trainer_joined(0, 0)
+        await sync.register_explorer("a")
+        done = asyncio.ensure_future(sync.explorer_sync("a", 1, final=True))
+        for step in range(1, 8):  # each within the limit, all of them far beyond it
+            await asyncio.sleep(0.1)
+            assert not done.done(), step
+            sync.state.trainer_at_sync(step, 0)
+            sync.state.trainer_running()
+        with pytest.raises(TimeoutError, match="nobody has moved on"):
+            await done
+        await sync.close()
+
+    asyncio.run(body())
+
+
+def test_a_change_is_waited_for_and_not_asked_about(tmp_path: Path) -> None:
+    async def body() -> None:
+        sync = synchronizer(tmp_path, "fully_async")
+        change = asyncio.ensure_future(sync.changed())
+        await asyncio.sleep(0.05)
+        assert not change.done()
+        sync.notify()
+        await asyncio.wait_for(change, 5.0)
+        await sync.close()
+
+    asyncio.run(body())

@@ -504,6 +504,33 @@ def test_a_bound_that_the_trainer_cannot_reach_does_not_stop_the_run() -> None:
     assert state.may_submit("e", 2) is None
 
 
+@pytest.mark.parametrize("style", ["fully_async", "trainer_driven", "explorer_driven"])
+def test_an_explorer_that_waits_in_vain_for_weights_goes_on_alone_in_every_style(
+    style: str,
+) -> None:
+    state = alone(style, "memory")
+    state.max_staleness = 0
+    state.trainer_starved(0, 0)
+    state.explorers["e"].paced = True
+    assert state.may_submit("e", 2) is True
+    state.explorer_joined("f")
+    assert state.may_submit("e", 2) is None  # the rows of another one may still come
+    state.explorers["f"].paced = True
+    assert state.may_submit("e", 2) is True
+
+
+def test_an_explorer_that_has_not_come_back_still_counts() -> None:
+    state = alone("fully_async", "memory")
+    state.max_staleness = 2
+    state.begun_before = {"gone": 2, "e": 1}
+    assert state.may_submit("e", 1)
+    assert state.may_submit("e", 2) is None
+    state.explorer_joined("gone")
+    assert state.may_submit("e", 2) is None
+    state.explorers["gone"].submitted = 2  # the same batches, not other ones
+    assert state.may_submit("e", 1)
+
+
 def test_weights_are_taken_first_where_the_explorer_must_come_for_them() -> None:
     state = alone("explorer_driven")
     state.max_staleness = 0

@@ -65,6 +65,7 @@ class ExperienceBuffer:
         self._closed = False
         self._changed = Changes()
         self._reserving = 0
+        self._moves = 0  # leases that were given or ended
 
     def _new_queue(self) -> LeaseQueue | ReplayQueue:
         replay = self._cfg.replay_buffer
@@ -156,15 +157,18 @@ class ExperienceBuffer:
         (0 or less: no limit).
 
         Raises:
-            TimeoutError: there was no room for ``max_read_timeout_s`` seconds.
+            TimeoutError: there was no room, and no lease was given or ended, for
+                ``max_read_timeout_s`` seconds.
             StoreError: the batch could not be written; it does not exist.
         """
         if batch_id in self._manifests:
             return self._manifests[batch_id]
         self._reserving += 1
         try:
-            timeout_s = self._cfg.max_read_timeout_s
-            free = await self._changed.until(lambda: self._has_room(batch_id), timeout_s)
+            timeout_s, free, moves = self._cfg.max_read_timeout_s, False, -1
+            while not free and moves != self._moves:  # each move begins the time anew
+                moves = self._moves
+                free = await self._changed.until(lambda: self._has_room(batch_id), timeout_s)
         finally:
             self._reserving -= 1
         if not free:
@@ -195,6 +199,11 @@ class ExperienceBuffer:
         used = self._queue.unfinished_batches + len(self._committing)
         bounded = self._queue.bounded_by_batches and batch_id not in self._manifests
         return not (bounded and 0 < self._cfg.capacity_batches <= used)
+
+    @property
+    def n_committed(self) -> int:
+        """Batches in the store, of all incarnations (for callers on the same loop)."""
+        return len(self._manifests)
 
     @property
     def writes_blocked(self) -> bool:
@@ -235,6 +244,7 @@ class ExperienceBuffer:
         if not await self._changed.until(try_lease, timeout_s, self._queue.next_change_s):
             return None
         (lease,) = taken
+        self._moves += 1
         refs = tuple(self._manifests[b].ref(start, stop) for b, start, stop in lease.parts)
         versions = tuple(
             (oldest, newest, rows)
@@ -256,6 +266,7 @@ class ExperienceBuffer:
             KeyError: an unknown lease, or one that was acknowledged or released before.
         """
         self._queue.ack(lease_id)
+        self._moves += 1
         self._changed.notify()
         return self._queue.consumed_batch
 
@@ -266,6 +277,7 @@ class ExperienceBuffer:
             KeyError: as :meth:`ack`.
         """
         self._queue.release(lease_id)
+        self._moves += 1
         self._changed.notify()
 
     # -- state ----------------------------------------------------------------------

@@ -282,9 +282,28 @@ def timeouts(config: Config) -> Iterator[str]:
         )
 
 
+def patience(config: Config) -> Iterator[str]:
+    """Waits that are shorter than what is waited for may take."""
+    sync, store = config.synchronizer, config.buffer.trainer_input.experience_buffer
+    attempt, step = config.explorer.max_timeout_s, config.trainer.step_timeout_s
+    waits = {"synchronizer.meet_timeout_s": sync.meet_timeout_s}
+    waits[f"{_STORE}.max_read_timeout_s"] = store.max_read_timeout_s
+    for wait, limit in waits.items():
+        for key, needed in (
+            ("explorer.max_timeout_s", attempt),
+            ("trainer.step_timeout_s", step),
+        ):
+            if limit is not None and limit < needed:
+                yield (
+                    f"{wait}={limit:g} is below {key}={needed:g}: one that is slow and well would "
+                    "end the run; leave it out, or lower the other"
+                )
+
+
 def warnings(config: Config) -> Iterator[str]:
     """What runs, but probably not as meant."""
     yield from short_for_warmup(config)
+    yield from patience(config)
     if modes.trains(config.mode) and modes.explores(config.mode) and not list(support(config)):
         for setting in _restricted(config):
             yield (

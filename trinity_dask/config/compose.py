@@ -361,12 +361,26 @@ def _mode(config: Config) -> None:
     if engine.gpu_memory_utilization is None:
         engine.gpu_memory_utilization = COLOCATED_SHARE if colocated else ENGINE_SHARE
     sync = config.synchronizer
+    _patience(config)
     if colocated and sync.sync_method == "nccl":
         sync.sync_method = "memory"
     if sync.peer_timeout_s is None:
         joins = config.cluster.type == "address" and modes.meets(config.mode)
         file = config.buffer.trainer_input.experience_buffer.storage_type == "file"
         sync.peer_timeout_s = sync.sync_timeout_s if joins and not file else 0.0
+
+
+def _patience(config: Config) -> None:
+    """What one side may take is what the other has to wait for: a wait that is shorter ends runs
+    that are only slow."""
+    sync, store = config.synchronizer, config.buffer.trainer_input.experience_buffer
+    batch_s = config.explorer.batch_timeout_s or config.explorer.longest_batch_s
+    step_s = config.trainer.step_timeout_s
+    if sync.meet_timeout_s is None:
+        sync.meet_timeout_s = sync.sync_timeout_s + max(2 * batch_s, step_s)
+    if store.max_read_timeout_s is None:
+        # while it waits for rows, an evaluation and a batch may stand between it and them
+        store.max_read_timeout_s = max(1800.0, sync.meet_timeout_s)
 
 
 def _tasksets(config: Config) -> None:

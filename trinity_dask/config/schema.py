@@ -477,8 +477,12 @@ class SynchronizerConfig:
     # train steps between the sampling of a token and its training: batches are begun only when
     # they will be young enough, with one train step per batch; None = any age
     max_staleness: Optional[int] = setting(None, ge=0)
-    # longest wait for the other side at a sync point, and for one transfer of the weights
+    # longest time for one transfer of the weights, and for an answer of the other side
     sync_timeout_s: float = setting(600.0, gt=0)
+    # longest wait at a sync point in which neither side moves on by a step, a batch or a version;
+    # None = sync_timeout_s and what they may take for that: a batch and an evaluation
+    # (explorer.batch_timeout_s each) or a step (trainer.step_timeout_s)
+    meet_timeout_s: Optional[float] = setting(None, gt=0)
     # mode explore or train: how long to wait for the other side to join under this run's name; 0
     # = alone. None = sync_timeout_s with cluster.type=address, else 0
     peer_timeout_s: Optional[float] = setting(None, ge=0)

@@ -134,8 +134,9 @@ class ExperienceBufferConfig:
     compression: Optional[str] = setting(None, choices=("lz4", "zstd"))
     # committed and not yet trained; the explorer waits beyond it
     capacity_batches: int = setting(64, ge=1)
-    # how long the trainer waits for rows before the run fails
-    max_read_timeout_s: float = setting(1800.0, gt=0)
+    # how long the trainer waits for rows, and a batch for room, while neither moves on; None =
+    # half an hour, or what a batch or a train step may take if that is longer
+    max_read_timeout_s: Optional[float] = setting(None, gt=0)
     skip_corrupt: bool = False  # true: a damaged file is named, counted and skipped
     replay_buffer: ReplayBufferConfig = field(default_factory=ReplayBufferConfig)
     split: str = "train"  # of a data set that has several

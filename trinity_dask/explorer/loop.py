@@ -183,7 +183,9 @@ class ExploreLoop:
             while not await synchronizer.explorer_may_submit(
                 self.name, self.step + 1, lambda: sum(not task.done() for task in flying.tasks)
             ):
-                await self.sync_weight()
+                before = self.model_version
+                if await self.sync_weight() == before:  # not again before somebody has moved
+                    await synchronizer.changed()
         tasks = await self.stream.read(self.step + 1)
         if tasks is None:
             return False

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
 from functools import partial
@@ -20,12 +20,14 @@ from typing import Any, Optional
 
 from trinity_dask.aio import all_or_first_error, ended, unless_set
 from trinity_dask.buffer.experience_buffer import ExperienceBuffer
+from trinity_dask.buffer.store.manifest import Manifest
 from trinity_dask.cluster.actors import release_actor
 from trinity_dask.cluster.context import freeze_loaded
 from trinity_dask.cluster.specs import away_s
 from trinity_dask.config import save as save_config
 from trinity_dask.config.schema import Config
 from trinity_dask.engines.pool import CREATE_TIMEOUT_S, EnginePool
+from trinity_dask.explorer.batches import DEFAULT_EXPLORER
 from trinity_dask.explorer.coordinator import Coordinator
 from trinity_dask.explorer.engine_weights import EngineWeights
 from trinity_dask.explorer.loop import ExploreLoop
@@ -260,6 +262,16 @@ async def bounded(close: Any, what: str) -> None:
         log.warning("closing the %s: %s: %s", what, type(error).__name__, error)
 
 
+def begun_batches(manifests: Iterable[Manifest]) -> dict[str, int]:
+    """How many batches each explorer has begun, as the committed ones tell."""
+    begun = dict[str, int]()
+    for meta in (manifest.meta for manifest in manifests):
+        if "step" in meta:
+            name = str(meta.get("explorer", DEFAULT_EXPLORER))
+            begun[name] = max(begun.get(name, 0), int(meta["step"]))
+    return begun
+
+
 class BothStage(StageRunner):
     """Explorer and trainer in one run: modes ``both`` and ``colocate``.
 
@@ -284,7 +296,8 @@ class BothStage(StageRunner):
         self._attach_explorer(stack)
         await all_or_first_error(trainer.prepare(), pool.start())
         await self.board.update(message="sending the first weights")
-        metrics = await synchronizer.initial_sync(trainer.step, trainer.progress)
+        begun = begun_batches(await self.buffer.manifests())
+        metrics = await synchronizer.initial_sync(trainer.step, trainer.progress, begun)
         log.info("first weights: version %d, %s", trainer.step, metrics)
         explorer = await self._make_explorer(stack, self.cfg.explorer.name)
         await self.board.update(message="")
@@ -376,7 +389,8 @@ class TrainStage(StageRunner):
         else:
             self._attach_trainer()
             await trainer.prepare()
-            await meeting.synchronizer.trainer_joined(trainer.step, trainer.progress)
+            begun = begun_batches(await meeting.buffer.manifests())
+            await meeting.synchronizer.trainer_joined(trainer.step, trainer.progress, begun)
             await meeting.trainer_is_ready(trainer)
             await self.board.update(message=f"waiting for an explorer of {self.cfg.name}")
             await self._wait_explorer(meeting)

@@ -67,6 +67,8 @@ class SyncState:
     writes_blocked: bool = False  # an explorer waits for room in the buffer
     overdue: bool = False  # the trainer went on from its last sync point unseen
     explorers: dict[str, ExplorerPosition] = field(default_factory=dict)
+    # batches that each explorer of the job had begun before this incarnation, back or not
+    begun_before: dict[str, int] = field(default_factory=dict)
 
     # events: trainer ----------------------------------------------------------------
     def trainer_joined(self, version: int, progress: int = 0) -> None:
@@ -228,16 +230,19 @@ class SyncState:
         explorer = self.explorers[name]
         if self.max_staleness is None or self.style == "fixed" or not explorer.live:
             return True
-        others = sum(e.submitted for n, e in self.explorers.items() if n != name)
+        others = sum(n for other, n in self._begun.items() if other != name)
         fits = step + others <= max(explorer.version, 0) + self.max_staleness + 1
         if fits or self.trainer is STOPPED:
             return True
-        stands_here = self.style == "trainer_driven" and self.offer(name) is not None
-        if self.style == "explorer_driven" or stands_here:
-            return False
-        # nobody moves when a step needs more rows than the bound allows to be under way
-        still = (e.paced or e.status in (REQUIRE_SYNC, STOPPED) for e in self.explorers.values())
-        return True if explorer.paced and self._hungry and all(still) else None
+        news = self.offer(name) is not None
+        if explorer.paced and self._hungry and not news:
+            # nobody moves when a step needs more rows than the bound allows to be under way
+            others_stand = (
+                e.paced or e.status in (REQUIRE_SYNC, STOPPED) for e in self.explorers.values()
+            )
+            return True if all(others_stand) else None
+        stands_here = self.style == "trainer_driven" and news
+        return False if self.style == "explorer_driven" or stands_here else None
 
     # decisions: trainer -------------------------------------------------------------
     def sync_due(self, step: int) -> bool:
@@ -299,6 +304,19 @@ class SyncState:
         return explorer.version < self.trainer_version
 
     # views --------------------------------------------------------------------------
+    @property
+    def _begun(self) -> dict[str, int]:
+        """Batches that each explorer of the job has begun, over all incarnations."""
+        here = {name: explorer.submitted for name, explorer in self.explorers.items()}
+        names = here.keys() | self.begun_before.keys()
+        return {n: max(here.get(n, 0), self.begun_before.get(n, 0)) for n in names}
+
+    @property
+    def positions(self) -> tuple[object, ...]:
+        """How far either side has come: equal when nobody has moved on."""
+        explorers = ((n, e.version, e.submitted) for n, e in self.explorers.items())
+        return (self.trainer_version, self.progress, self.published, *explorers)
+
     def __str__(self) -> str:
         explorers = "; ".join(
             f"explorer {name!r} {e.status.value} at version {e.version}, requires {e.required}"

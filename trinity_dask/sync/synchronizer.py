@@ -133,8 +133,13 @@ class Synchronizer:
         self._changes.notify()
         return state.explorers[name].version
 
-    async def initial_sync(self, trainer_step: int, progress: int) -> dict[str, float]:
-        """Send the trainer's weights as version ``trainer_step`` before anything runs."""
+    async def initial_sync(
+        self, trainer_step: int, progress: int, begun: Optional[Mapping[str, int]] = None
+    ) -> dict[str, float]:
+        """Send the trainer's weights as version ``trainer_step`` before anything runs;
+        ``begun``: batches that each explorer of the job has begun before, whether it is back or
+        not."""
+        self.state.begun_before = dict(begun or {})
         self.state.trainer_joined(trainer_step, progress)
         self.state.trainer_starved(trainer_step, progress)  # nothing to train on yet
         for name in self.transfers.names:
@@ -150,8 +155,12 @@ class Synchronizer:
         pool = self.transfers.pool(name)
         await pool.mark_ready(pool.slots())
 
-    async def trainer_joined(self, step: int, progress: int = 0) -> None:
-        """A trainer of another process is ready at ``step``; its weights can be fetched."""
+    async def trainer_joined(
+        self, step: int, progress: int = 0, begun: Optional[Mapping[str, int]] = None
+    ) -> None:
+        """A trainer of another process is ready at ``step``; its weights can be fetched.
+        ``begun`` as in :meth:`initial_sync`."""
+        self.state.begun_before = dict(begun or {})
         self.state.trainer_joined(step, progress)
         self.transfers.shelf.users.add(TRAINER)
         if self.cfg.sync_method != "nccl":
@@ -234,19 +243,25 @@ class Synchronizer:
             TimeoutError: neither within ``sync_timeout_s``.
         """
         explorer = self.state.explorers[name]
+        allowed: Optional[bool] = None  # as it was decided: with ``paced`` gone it is another
 
         def decided() -> bool:
+            nonlocal allowed
             explorer.paced = in_flight() == 0
-            return self.state.may_submit(name, step) is not None
+            allowed = self.state.may_submit(name, step)
+            return allowed is not None
 
         try:
             await self.wait(decided, lambda: f"explorer {name!r}: batch {step} to be young enough")
         finally:
             explorer.paced = False
-        if not self.state.may_submit(name, step):
-            return False
-        explorer.submitted = max(explorer.submitted, step)
-        return True
+        if allowed:
+            explorer.submitted = max(explorer.submitted, step)
+        return bool(allowed)
+
+    async def changed(self) -> None:
+        """Return at the next change of either side's position, or after a second."""
+        await self._changes.next(RECHECK_S)
 
     async def explorer_sync(self, name: str, step: int, final: bool = False) -> int:
         """``name`` stands, drained, after ``step``; returns the version its engines serve.
@@ -358,20 +373,29 @@ class Synchronizer:
     ) -> None:
         """Return when ``ready()``; it is asked at every change and once a second.
 
+        Without ``timeout_s`` the other side has ``meet_timeout_s`` for each of its moves: every
+        train step, every batch and every version begins the time anew, so that nobody who is
+        slow and well is ended.
+
         Raises:
-            Late: not within ``timeout_s`` (default: ``sync_timeout_s``).
+            Late: not within ``timeout_s``, or nobody has moved on for ``meet_timeout_s``.
             RuntimeError: the synchronisation failed meanwhile.
         """
-        limit = self.cfg.sync_timeout_s if timeout_s is None else timeout_s
+        meet_s = self.cfg.meet_timeout_s or self.cfg.sync_timeout_s
+        limit = meet_s if timeout_s is None else timeout_s
 
         def woken() -> bool:
             self._look()
             return ready()
 
-        if not await self._changes.until(woken, limit, RECHECK_S):
-            raise Late(
-                f"{what()} ({self.state}): not within synchronizer.sync_timeout_s = {limit:g} s"
-            )
+        positions = self.state.positions
+        while not await self._changes.until(woken, limit, RECHECK_S):
+            before, positions = positions, self.state.positions
+            if timeout_s is not None or before == positions:
+                raise Late(
+                    f"{what()} ({self.state}): nobody has moved on for "
+                    f"synchronizer.meet_timeout_s = {limit:g} s"
+                )
 
     def notify(self) -> None:
         """``state`` has changed: every waiter looks again."""

@@ -101,6 +101,10 @@ class Source(Protocol):
     def progress(self) -> int:
         """Every explorer batch up to this one is trained."""
 
+    @property
+    def arrived(self) -> int:
+        """Batches that have come; grows while rows come."""
+
     async def prepare(self, state: Optional[dict[str, Any]]) -> None:
         """Open the data and continue after ``state`` (None: from the start)."""
 
@@ -144,6 +148,10 @@ class BufferSource:
     @property
     def progress(self) -> int:
         return self._strategy.progress
+
+    @property
+    def arrived(self) -> int:
+        return self._buffer.n_committed
 
     async def prepare(self, state: Optional[dict[str, Any]]) -> None:
         await self._strategy.prepare(state)
@@ -189,7 +197,7 @@ class FileSource:
             raise ValueError(
                 "training from a file needs buffer.train_batch_size (rows per train step)"
             )
-        self.left_rows = 0
+        self.left_rows, self.arrived = 0, 0  # rows come when they are asked for
         self.progress = 0
         self._cfg = cfg
         self._schema = spec.schema

@@ -216,9 +216,9 @@ class Trainer:
     async def _next_feed(self) -> Optional[Feed]:
         """Rows for the next step; None at the end of the data or when stopped."""
         self.state = "waiting"
-        start = time.perf_counter()
+        start = moved = time.perf_counter()
         timeout_s = self.cfg.buffer.trainer_input.experience_buffer.max_read_timeout_s
-        starving = False
+        starving, arrived = False, self._source.arrived
         feed: Optional[Feed] = None
         try:
             while not self._stop:
@@ -231,8 +231,10 @@ class Trainer:
                 if self._synchronizer is not None and not starving:
                     await self._synchronizer.trainer_starved(self.step)
                 starving = True
-                waited = time.perf_counter() - start
-                if waited > timeout_s:
+                before, arrived = arrived, self._source.arrived
+                moved = time.perf_counter() if arrived != before else moved
+                waited = time.perf_counter() - moved
+                if timeout_s is not None and waited > timeout_s:
                     raise TimeoutError(
                         f"the trainer waited {waited:.0f} s for rows (buffer.trainer_input."
                         f"experience_buffer.max_read_timeout_s = {timeout_s:g}); is the explorer "
