@@ -61,7 +61,11 @@ class Control:
             assert explorer.synchronizer is None  # it explores alone
             while await explorer.explore_step():
                 await asyncio.sleep(0)
+                assert explorer.last_monitored_step <= explorer.explore_step_num
             await explorer.finish_current_steps()
+            assert explorer.last_monitored_step == explorer.explore_step_num
+            assert explorer.taskset.skipped_rows == 0
+            assert explorer.monitor is not None
             after = (explorer.explore_step_num, explorer.model_version, len(explorer.models))
             return {"before": before, "after": after, "engines": explorer.model_allocator.slots()}
         finally:

@@ -79,6 +79,21 @@ class Explorer:
         return self.real.step
 
     @property
+    def last_monitored_step(self) -> int:
+        """The newest batch whose metrics are logged."""
+        return self.explore_step_num if self._stage is None else self.real.committed_step
+
+    @property
+    def taskset(self) -> Any:
+        """Where the training tasks come from; ``None`` before :meth:`prepare`."""
+        return None if self._stage is None else self.real.stream
+
+    @property
+    def monitor(self) -> Any:
+        """What the metrics are logged with; ``None`` before :meth:`prepare`."""
+        return None if self._stage is None else self.real.monitor
+
+    @property
     def model_version(self) -> int:
         """Of the engines' weights; -1: the start model."""
         return -1 if self._stage is None else self.real.model_version

@@ -69,7 +69,7 @@ class ExploreLoop:
         self.stopped = False
         self.weights = weights
         self._synchronizer = synchronizer
-        self._monitor = monitor
+        self.monitor = monitor
         self._coordinator = coordinator
         self._buffer = buffer
         self._end_writes = end_writes or (buffer.close_writes if buffer is not None else None)
@@ -94,7 +94,7 @@ class ExploreLoop:
         self._reader = await asyncio.to_thread(TasksetReader, self.cfg)
         self._stream = TaskStream(self._reader)
         verb = "bench" if self.cfg.mode == "bench" else "eval"
-        self._evals = Evaluations(self._reader, self._coordinator, self._monitor, verb)
+        self._evals = Evaluations(self._reader, self._coordinator, self.monitor, verb)
         mine = await self._committed()
         if mine:
             self.step = max(mine)
@@ -118,6 +118,11 @@ class ExploreLoop:
         if self._stream is None:
             raise RuntimeError("ExploreLoop.prepare() was not called")
         return self._stream
+
+    @property
+    def committed_step(self) -> int:
+        """The newest step that is committed and logged: batches are committed in order."""
+        return self.step - len(self._submitted)
 
     @property
     def evals(self) -> Evaluations:
@@ -221,7 +226,7 @@ class ExploreLoop:
         metrics["rollout/skipped_rows"] = float(self.stream.skipped_rows)
         metrics["time/explore_step"] = now - submitted
         metrics["time/wait_explore_step"] = now - waited
-        self._monitor.log(step, metrics)
+        self.monitor.log(step, metrics)
 
     async def finish_current_steps(self) -> None:
         """Commit everything that was submitted, in order, and log pending evals."""
@@ -266,7 +271,7 @@ class ExploreLoop:
     def _log_sync(self, times: dict[str, float]) -> None:
         assert self._synchronizer is not None
         version = {"explorer/model_version": float(self.model_version)}
-        self._monitor.log(self.step, {**self._synchronizer.metrics, **times, **version})
+        self.monitor.log(self.step, {**self._synchronizer.metrics, **times, **version})
 
     # evaluation -----------------------------------------------------------------------
     def need_eval(self) -> bool:
