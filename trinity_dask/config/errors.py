@@ -37,7 +37,8 @@ def nearest(name: str, valid: Iterable[str]) -> Optional[str]:
     close = difflib.get_close_matches(word, plain, n=5, cutoff=cutoff)
     # a letter that was doubled, dropped or swapped is likelier than a wrong one
     ratio = {item: difflib.SequenceMatcher(None, item, word).ratio() for item in close}
-    close.sort(key=lambda item: (-ratio[item], len(set(word) ^ set(item)), item))
+    in_place = {item: sum(a == b for a, b in zip(item, word, strict=False)) for item in close}
+    close.sort(key=lambda k: (-ratio[k], len(set(word) ^ set(k)), -in_place[k], k))
     begun = [item for item in plain if len(word) > 2 and item.startswith(word)]
     return plain[(close or begun)[0]] if close or begun else None
 

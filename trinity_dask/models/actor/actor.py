@@ -231,7 +231,10 @@ class EngineActor:
         self._request_timeout_s = float(spec.config.get("request_timeout_s", 300.0))
         self._requests = RequestGate(spec.in_flight, spec.in_flight_timeout_s)
         with _actors_lock:
-            self._predecessor = _actors.get(self.address)
+            before = _actors.get(self.address)
+            # outside of a worker engines of other slots stand beside each other
+            succeeds = before is not None and (self.address or before.spec.slot == spec.slot)
+            self._predecessor = before if succeeds else None
             _actors[self.address] = self
             awaited = _awaited[:]
             _awaited.clear()
