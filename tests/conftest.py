@@ -20,6 +20,7 @@ LONG_FIRST = (
     "chaos/test_kill_driver.py",
     "slurm/test_slurm_runs.py",
     "e2e/test_learning.py",
+    "models/test_architectures.py",
     "vllm/test_vllm_in_dask.py",
     "cluster/test_trainer_fsdp.py",
     "e2e/test_two_runs.py",
