@@ -14,6 +14,7 @@ from scheduler_stand import tasks_done
 from trinity_dask.buffer.errors import StoreError
 from trinity_dask.config.schema import Config, OperatorConfig
 from trinity_dask.explorer.batches import RolloutState
+from trinity_dask.explorer.coordinator import BatchAborted
 
 UNEVEN = f"{Path(__file__).with_name('explorer_workflows.py')}:Uneven"
 
@@ -208,6 +209,31 @@ def test_abort_can_keep_what_was_finished(address: str, tmp_path: Path) -> None:
         assert await parts.coordinator.abort_batch(1, "again") is None
         with pytest.raises(KeyError):
             await parts.coordinator.finalize_batch(1, "train")
+
+    run(address, quiet(make_config(tmp_path, rows=rows)), body)
+
+
+@pytest.mark.parametrize("how", ["abort", "shutdown"])
+def test_a_batch_that_is_aborted_while_it_is_finalised_is_not_committed_empty(
+    address: str, tmp_path: Path, how: str
+) -> None:
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    rows = [{"prompt": "a", "sleep_s": 600.0, "notes": str(notes)}] * 2
+
+    async def body(parts: Parts) -> None:
+        tasks = await parts.explorer.stream.read(1)
+        await parts.coordinator.submit_batch(1, tasks or [], "train")
+        finalising = asyncio.ensure_future(parts.coordinator.finalize_batch(1, "train"))
+        while not (notes / "started-1-0").exists():
+            await asyncio.sleep(0.02)
+        if how == "abort":
+            await parts.coordinator.abort_batch(1, "a test")
+        else:
+            await parts.coordinator.shutdown()
+        with pytest.raises(BatchAborted, match="aborted while"):
+            await asyncio.wait_for(finalising, 30.0)
+        assert await parts.buffer.manifests() == []
 
     run(address, quiet(make_config(tmp_path, rows=rows)), body)
 

@@ -266,13 +266,32 @@ def test_the_dynamic_timeout_follows_training_sub_tasks_and_leaves_evals_alone()
     assert (train.timeout_s, evaluation.timeout_s) == (1.5, 100.0)
 
 
-def test_a_batch_that_was_cut_is_no_measure_for_the_dynamic_timeout():
+def test_a_batch_that_was_cut_measures_and_one_without_a_result_does_not():
+    """With over-rollout every batch is cut."""
     state = make(slots=2, dynamic_ratio=3.0)
-    first, _ = submitted(state.schedule(1, tasks(2), 0.0))
-    state.finished(first.attempt_id, outcome(1, 1), b"", 1.0)
+    state.schedule(1, tasks(2), 0.0)
     state.cancel_unfinished(1, 1.0)
     state.drain(1)
     assert state.pace.completed_steps == 0
+    first, _ = submitted(state.schedule(2, tasks(2), 0.0))
+    state.finished(first.attempt_id, outcome(1, 1), b"", 1.0)
+    state.cancel_unfinished(2, 1.0)
+    state.drain(2)
+    assert state.pace.completed_steps == 1
+
+
+def test_the_dynamic_timeout_grows_again_when_tasks_get_longer():
+    state = make(slots=8, dynamic_ratio=3.0, attempt_timeout_s=100.0, max_attempts=1)
+    for submit in submitted(state.schedule(1, tasks(8), 0.0)):
+        state.finished(submit.attempt_id, replace(outcome(1, 1), seconds=1.0), b"", 1.0)
+    state.drain(1)
+    for batch in range(2, 12):  # tasks of four seconds from now on
+        for submit in submitted(state.schedule(batch, tasks(8), 10.0)):
+            took, good = min(submit.timeout_s, 4.0), submit.timeout_s >= 4.0
+            ended = replace(outcome(int(good), 1), seconds=took)
+            state.finished(submit.attempt_id, ended, b"", 10.0 + took)
+        state.drain(batch)
+    assert state.pace.limit_s() > 4.0
 
 
 def test_fast_failures_never_lower_the_dynamic_timeout():

@@ -56,6 +56,10 @@ COMMIT_GRACE_S = 5.0
 TRUNCATED_ALARM = 0.5
 
 
+class BatchAborted(RuntimeError):
+    """A batch was aborted while it was being finalised; nothing of it is committed."""
+
+
 class BatchFailed(RuntimeError):
     """Nothing of a batch can be trained on; the message quotes the first error."""
 
@@ -97,6 +101,8 @@ class Coordinator:
     async def shutdown(self) -> None:
         """Cancel everything that runs and stop the scheduler. Idempotent."""
         scheduler, self._scheduler = self._scheduler, None
+        for batch in self._batches.values():
+            batch.state = RolloutState.ABORTED
         self._batches.clear()
         if scheduler is not None:
             await scheduler.stop()
@@ -163,6 +169,7 @@ class Coordinator:
             TimeoutError: not enough tasks of a train batch were finished within ``timeout``
                 seconds. It goes on, what was collected is kept, and it can be finalised again.
             BatchFailed: no run of a train batch succeeded; nothing is committed.
+            BatchAborted: it was aborted, or the coordinator shut down, meanwhile.
         """
         batch = self._batches[batch_id]
         if batch.batch_type != batch_type:
@@ -195,6 +202,8 @@ class Coordinator:
                 wait_after_min_s=0.0 if is_eval else over.wait_after_min_s,
             ),
         )
+        # a batch that the scheduler has forgotten looks like one that is complete and empty
+        _require_wanted(batch)
         batch.collected = part
         if not part.complete and not is_eval:
             finished = sum(status.completed_runs > 0 for status in part.statuses)
@@ -205,6 +214,7 @@ class Coordinator:
                     f"within {timeout:g} s; it goes on and can be finalised again"
                 )
             part = _joined(part, await self.scheduler.get_results(batch.batch_id, timeout=0.0))
+            _require_wanted(batch)
         batch.collected, batch.state = part, RolloutState.FINALIZING
         self._count(part)
         return part
@@ -334,12 +344,11 @@ class Coordinator:
         batch = self._batches.pop(batch_id, None)
         if batch is None:
             return None
-        kept = None
+        batch.state, kept = RolloutState.ABORTED, None
         if keep_partial_results:
             found = await self.scheduler.get_results(batch_id, timeout=0.0)
             kept = _joined(batch.collected, found)
         counts = await self.scheduler.abort_batch(batch_id)
-        batch.state = RolloutState.ABORTED
         log.info("batch %s aborted (%s): %s", batch_id, reason, kept.counts if kept else counts)
         return kept
 
@@ -358,6 +367,11 @@ class Coordinator:
         """:meth:`status`, plus ``pending`` sub-tasks and the run counts of finished batches."""
         pending = len(self._scheduler.state.pending) if self._scheduler is not None else 0
         return {**self.status(), "pending": pending, "runs": asdict(self._counts)}
+
+
+def _require_wanted(batch: Batch) -> None:
+    if batch.state is RolloutState.ABORTED:
+        raise BatchAborted(f"batch {batch.batch_id!r} was aborted while it was being finalised")
 
 
 def _joined(before: Optional[BatchResult], part: BatchResult) -> BatchResult:

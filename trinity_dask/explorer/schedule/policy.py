@@ -70,8 +70,9 @@ class SchedulePolicy:
 class Pace:
     """How long training sub-tasks take, for the dynamic timeout.
 
-    Only what succeeded says so: a failure may be quick, and would shorten the time of the next
-    attempts until these fail too.
+    What succeeded says so, and what failed after a longer time than usual: it would have taken
+    at least as long. So the limit grows again where tasks get longer. A failure may also be quick;
+    that would shorten the time of the next attempts until these fail too.
     """
 
     def __init__(self, policy: SchedulePolicy) -> None:
@@ -81,11 +82,10 @@ class Pace:
         self.completed_steps = 0
 
     def sub_task_done(self, outcome: AttemptOutcome) -> None:
-        """An attempt has ended. One with failed runs would have taken at least as long, so it
-        counts if it took longer than usual."""
-        status, n = outcome.status, self.total_completed_sub_tasks
-        slow = status.completed_runs > 0 and outcome.seconds * n > self.total_running_time_s
-        if outcome.seconds > 0 and (status.ok or slow):
+        """An attempt has ended."""
+        n = self.total_completed_sub_tasks
+        slow = n > 0 and outcome.seconds * n > self.total_running_time_s
+        if outcome.seconds > 0 and (outcome.status.ok or slow):
             self.total_running_time_s += outcome.seconds
             self.total_completed_sub_tasks = n + 1
 

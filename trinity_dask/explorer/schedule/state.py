@@ -296,7 +296,8 @@ class SchedulerState:
         if batch is None:
             return BatchResult(batch_id, [], [], Counts(), {})
         if batch.complete:
-            self.pace.completed_steps += not batch.is_eval and not batch.counts.cancelled
+            # one that over-rollout cut short has told how long its sub-tasks take, too
+            self.pace.completed_steps += not batch.is_eval and batch.counts.succeeded > 0
             del self.batches[batch_id]
             self.pending.forget(batch_id)
         statuses, batch.statuses = batch.statuses, []
