@@ -8,6 +8,7 @@ import time
 import pytest
 from distributed import Client, LocalCluster
 
+from trinity_dask.cluster import claims
 from trinity_dask.cluster.actors import start_actor, stop_actor
 from trinity_dask.cluster.rpc import ActorLost, call
 from trinity_dask.config import load_config
@@ -77,3 +78,32 @@ def test_a_run_whose_driver_died_before_it_was_started_can_be_stopped(client, tm
     call(client, ref.handle, "start", timeout=30)
     assert call(client, ref.handle, "status", timeout=30)["state"] == "interrupted"
     stop_actor(ref)
+
+
+def roles(client) -> set[str]:
+    (member,) = claims.members(client)
+    return set(member.resources)
+
+
+def test_the_roles_of_a_run_whose_driver_is_gone_are_taken_back_by_the_next(client, tmp_path):
+    (member,) = claims.members(client)
+    for run_id in ("gone", "gone before"):
+        given = {"rollout": 1.0, f"slot:engine-{len(run_id)}": 1.0}
+        claims.claim(client, {member.identity: given}, run_id)
+    assert {"rollout", "slot:engine-4", "slot:engine-11"} <= roles(client)
+    ref = actor(client, Control, 0.0, key="gone")
+    entry = {"run_id": "gone", "handle": ref.handle, "client": client.id}
+    client.publish_dataset(**{joining.PUBLISHED + "gone": entry})
+    stop_actor(ref)
+    for _ in range(100):
+        if not joining.is_held(client, ref.handle):
+            break
+        time.sleep(0.05)
+    assert joining.live_entries(client) == []
+    left = roles(client)
+    assert "slot:engine-4" not in left
+    assert "slot:engine-11" in left  # nobody knows whose it was
+    cfg = load_config("+experiment=sort_digits", f"checkpoint_root_dir={tmp_path}")
+    joining.announce(client, cfg, "next", str(tmp_path))
+    assert roles(client) == {"slot:control"}  # the worker's own
+    joining.withdraw(client, "next")

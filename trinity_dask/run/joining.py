@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
+from trinity_dask.cluster import claims
 from trinity_dask.cluster.placement import scheduler_of
 from trinity_dask.cluster.rpc import ActorHandle, ActorLost, call
 from trinity_dask.config import Config, modes
@@ -70,6 +71,8 @@ def announce(client: Client, cfg: Config, run_id: str, base_dir: str) -> None:
         live = live_entries(client, but=run_id)
         for entry in live:
             _require_joinable(cfg, base_dir, entry)
+        if not live:  # nobody is there whose role it could be
+            claims.unclaim(client)
         engines = _free_engines(cfg, live)
         if live or modes.meets(cfg.mode):
             cfg.cluster.rollout.first_index = engines.start
@@ -135,7 +138,8 @@ def entries(client: Client) -> list[Entry]:
 
 
 def live_entries(client: Client, but: str = "") -> list[Entry]:
-    """Entries of runs that are at work, without run ``but``; the others are removed."""
+    """Entries of runs that are at work, without run ``but``; the others are removed, and the
+    roles that they gave to workers are taken back: their drivers are not there to do it."""
     live = []
     for entry in entries(client):
         if entry["run_id"] == but:
@@ -143,6 +147,7 @@ def live_entries(client: Client, but: str = "") -> list[Entry]:
         state = _state(client, entry)
         if state is None:
             withdraw(client, entry["run_id"])
+            claims.unclaim(client, entry["run_id"], keep_control=True)
         else:
             live.append({**entry, "state": state})
     return live
