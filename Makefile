@@ -69,8 +69,9 @@ test: lint
 	@$(BIN)/python scripts/what_cannot_run.py | tee $(VENV)/cannot-run.txt
 ifeq ($(ARGS),)
 	$(PYTEST) tests/unit tests/golden -n 2 -q
-	$(PYTEST) tests/models tests/cluster tests/slurm tests/vllm tests/e2e tests/chaos tests/benchmarks \
-	  tests/browser $(BY_FILE)
+	$(PYTEST) tests/models tests/cluster tests/slurm tests/vllm tests/e2e tests/chaos tests/benchmarks $(BY_FILE)
+# apart: playwright leaves a running event loop in its process
+	$(PYTEST) tests/browser $(BY_FILE)
 else
 	$(PYTEST) --durations=15 $(ARGS)
 endif

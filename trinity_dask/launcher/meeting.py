@@ -32,6 +32,7 @@ CREATE_TIMEOUT_S = 60.0
 VANISH_TIMEOUT_S = 20.0
 RECHECK_S = 1.0
 TRAINER = "trainer"
+OWN_PATIENCE = ("peer_timeout_s", "meet_timeout_s", "max_read_timeout_s")  # by each side's work
 # of section model: the weights, and what makes the log-probs that one side samples and the
 # other one trains on
 SHARED_MODEL = (
@@ -274,7 +275,8 @@ def shared_settings(cfg: Config) -> Iterator[tuple[str, Any]]:
         if key != "optimizer":  # of the trainer alone
             yield f"algorithm.{key}", value
     for key, value in asdict(cfg.synchronizer).items():
-        if key != "peer_timeout_s":
+        if key not in OWN_PATIENCE:
             yield f"synchronizer.{key}", value
     for key, value in asdict(cfg.buffer.trainer_input.experience_buffer).items():
-        yield f"buffer.trainer_input.experience_buffer.{key}", value
+        if key not in OWN_PATIENCE:
+            yield f"buffer.trainer_input.experience_buffer.{key}", value

@@ -343,9 +343,9 @@ class Run:
             joining.announce(self._client, self.cfg, self.run_id, self.base_dir)
         self._announced = self._client
         assert self._cluster is not None
-        joining.leave_word(
-            self.base_dir, self.run_id, self._cluster.scheduler_address, self._cluster.certificate
-        )
+        if self.cfg.mode != "bench":  # which leaves the job to the run that it may stand beside
+            address, certificate = self._cluster.scheduler_address, self._cluster.certificate
+            joining.leave_word(self.base_dir, self.run_id, address, certificate)
         joining.publish(self._client, self.run_id, handle=self._handle)
 
     def _set(self, **changes: Any) -> None:
