@@ -66,6 +66,7 @@ check: lint
 	$(PYTEST) tests/unit tests/golden -n 2 -q $(ARGS)
 
 test: lint
+	@bash scripts/test_programs.sh
 	@$(BIN)/python scripts/what_cannot_run.py | tee $(VENV)/cannot-run.txt
 ifeq ($(ARGS),)
 	$(PYTEST) tests/unit tests/golden -n 2 -q

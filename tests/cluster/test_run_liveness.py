@@ -43,6 +43,15 @@ def actor(client, cls, *args, key):
     return start_actor(client, cls, *args, slot="control", key=key, timeout=30)
 
 
+def end(client, ref):
+    """Stop the actor, and wait until the scheduler has lost it."""
+    stop_actor(ref)
+    for _ in range(100):
+        if not joining.is_held(client, ref.handle):
+            break
+        time.sleep(0.05)
+
+
 def test_a_silent_run_is_alive_until_the_scheduler_has_lost_it(client, monkeypatch):
     monkeypatch.setattr(joining, "CALL_TIMEOUT_S", 0.3)
     ref = actor(client, Control, 3600.0, key="silent")
@@ -50,11 +59,7 @@ def test_a_silent_run_is_alive_until_the_scheduler_has_lost_it(client, monkeypat
     client.publish_dataset(**{joining.PUBLISHED + "silent": entry})
     (live,) = joining.live_entries(client)
     assert live["state"] == "does not answer"
-    stop_actor(ref)
-    for _ in range(100):
-        if not joining.is_held(client, ref.handle):
-            break
-        time.sleep(0.05)
+    end(client, ref)
     assert joining.live_entries(client) == []
     assert joining.entries(client) == []
 
@@ -94,11 +99,7 @@ def test_the_roles_of_a_run_whose_driver_is_gone_are_taken_back_by_the_next(clie
     ref = actor(client, Control, 0.0, key="gone")
     entry = {"run_id": "gone", "handle": ref.handle, "client": client.id}
     client.publish_dataset(**{joining.PUBLISHED + "gone": entry})
-    stop_actor(ref)
-    for _ in range(100):
-        if not joining.is_held(client, ref.handle):
-            break
-        time.sleep(0.05)
+    end(client, ref)
     assert joining.live_entries(client) == []
     left = roles(client)
     assert "slot:engine-4" not in left

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from trinity_dask.algorithm import ADVANTAGE_FN, ALGORITHM, ENTROPY_LOSS_FN, POLICY_LOSS_FN
+from trinity_dask.algorithm.kl import KL_FN, KLTerm
+from trinity_dask.algorithm.sample_strategies import SAMPLE_STRATEGY, SAMPLE_STRATEGY_ARGS
 from trinity_dask.cli import main
 from trinity_dask.config.algorithms import ALGORITHM_TYPES
 from trinity_dask.config.compose import compose_tree
@@ -104,6 +106,14 @@ def test_the_choices_are_those_of_the_registries():
         for name in names:
             found = inspect.signature(registry.get(name)).parameters
             assert set(ARGUMENTS[slot][name]) == set(found) - {"loss_agg_mode"}, name
+    of_kl = set(inspect.signature(KLTerm).parameters) - {"name"}
+    for slot in ("kl_penalty_fn", "kl_loss_fn"):
+        assert set(ARGUMENTS[slot]) == set(KL_FN.names()) | {"none"}
+        for name, arguments in ARGUMENTS[slot].items():
+            assert set(arguments) == (set() if name == "none" else of_kl), name
+    assert set(ARGUMENTS["sample_strategy"]) == set(SAMPLE_STRATEGY.names())
+    for name, arguments in ARGUMENTS["sample_strategy"].items():
+        assert set(arguments) == set(SAMPLE_STRATEGY_ARGS.get(name, {})), name
     for kind in ALGORITHM_TYPES:
         assert OWN[kind] == tuple(getattr(ALGORITHM.get(kind), slot) for slot in ARGUMENTS)
 

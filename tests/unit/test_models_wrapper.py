@@ -323,3 +323,22 @@ def test_a_clone_has_a_dialogue_of_its_own(tokenizer):
 
     mine, its = use(tokenizer, action)
     assert (len(mine), len(its)) == (1, 2)
+
+
+def test_a_dialogue_needs_a_message_and_a_request_draws_one_seed(tokenizer):
+    engine = Recorder()
+
+    async def action(wrapper):
+        for ask in (wrapper.chat_async, wrapper.turns_async):
+            with pytest.raises(ValueError, match="at least one message"):
+                await ask([])
+        with pytest.raises(ValueError, match="at least one message"):
+            wrapper.get_message_token_len([])
+        wrapper.begin_run("1/0/0")
+        await wrapper.turns_async(CHAT, max_tokens=3)
+        wrapper.begin_run("1/0/0")
+        await wrapper.chat_async(CHAT, max_tokens=3)
+
+    use(tokenizer, action, engine=engine, request_seed=7)
+    (_, first), (_, second) = engine.asked
+    assert first == second

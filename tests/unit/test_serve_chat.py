@@ -148,6 +148,39 @@ def test_a_request_that_is_sent_again_gets_the_same_turn() -> None:
     assert len(engine.asked) == len(rows) == 2
 
 
+def test_a_failure_is_no_reply_that_is_given_again() -> None:
+    class Fails(Scripted):
+        async def generate(self, *args: Any) -> Any:
+            if not self.asked:
+                self.asked.append(args)
+                raise RuntimeError("the engine died")
+            return await super().generate(*args)
+
+    engine = Fails("one")
+
+    async def action(client: Any, wrapper: ModelWrapper) -> Any:
+        return await client.chat.completions.create(model="m", messages=ASK)  # it tries again
+
+    assert talk(engine, action).choices[0].message.content == "one"
+
+
+def test_nothing_is_sampled_for_a_session_that_has_ended() -> None:
+    engine = Scripted("late", delay_s=30.0)
+
+    async def action(client: Any, wrapper: ModelWrapper) -> Any:
+        session = await endpoint().open(wrapper)
+        own = endpoint().client(session).with_options(max_retries=0)
+        call = asyncio.ensure_future(own.chat.completions.create(model="m", messages=ASK))
+        while not engine.asked:
+            await asyncio.sleep(0.01)
+        endpoint().close(session)
+        with pytest.raises(openai.InternalServerError, match="the run is over"):
+            await asyncio.wait_for(call, 10.0)
+        return wrapper.dialogue_experiences()
+
+    assert talk(engine, action) == []
+
+
 @pytest.mark.parametrize(
     ("body", "status", "named"),
     [
@@ -303,11 +336,14 @@ def agents(tmp_path: Path) -> Path:
     return tmp_path / "agents.py"
 
 
-def work(engine: Any, path: Path, name: str, **args: Any) -> Any:
+def work(
+    engine: Any, path: Path, name: str, task_of: dict[str, Any] | None = None, **args: Any
+) -> Any:
     async def main() -> Any:
         task = Task(
             "agent",
-            raw_task={"question": "what time"},
+            raw_task={"question": "what time", "prompt": "what time", "response": "noon"},
+            **(task_of or {}),
             workflow_args={"agent": f"{path}:{name}", **args},
         )
         workflow = AgentWorkflow(task, ModelWrapper(engine, tokenizer(CHATML), MODEL))
@@ -332,6 +368,17 @@ def test_an_agent_that_blocks_runs_in_a_thread_and_a_judge_pays_it(agents: Path)
     assert row.reward == 2.0
     with pytest.raises(ValueError, match="to say what the run is worth"):
         work(Scripted("x"), agents, "Blocking")
+
+
+def test_a_reward_function_pays_an_agent_that_says_nothing(agents: Path, tmp_path: Path) -> None:
+    (tmp_path / "pays.py").write_text(
+        "def pays(response, truth, finish_reason, response_with_special_tokens):\n"
+        "    ends = response_with_special_tokens.endswith('<|im_end|>')\n"
+        "    return float(response == truth and finish_reason == 'stop' and ends)\n"
+    )
+    reward = {"reward_fn": f"{tmp_path}/pays.py:pays"}
+    (row,) = work(Scripted("noon"), agents, "Blocking", reward)
+    assert row.reward == 1.0
 
 
 def test_an_agent_that_asks_nothing_is_a_failed_run(agents: Path) -> None:

@@ -79,11 +79,10 @@ def guard_process(name: str, has_nanny: bool) -> None:
         # Slurm sends SIGTERM to every process of a job at once: the driver saves the state and
         # then ends this one through its nanny, as it would end it without the signal
         signal.signal(signal.SIGTERM, lambda *_: None)
+        if "SLURM_STEP_ID" in os.environ:
+            # Slurm's warnings reach every process of a step; the nanny's process answers them
+            signal.signal(signal.SIGUSR1, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    if has_nanny and "SLURM_STEP_ID" in os.environ:
-        # Slurm's warnings reach every process of a step; the nanny's process answers them
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, lambda *_: None)
     # Dask makes its workers daemonic by default, which forbids multiprocessing below them;
     # a worker that we did not start can only be changed from within
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]

@@ -44,7 +44,7 @@ from trinity_dask.config.hints import (
     parse,
     with_mappings,
 )
-from trinity_dask.config.paths import conf_dir, groups, make_absolute
+from trinity_dask.config.paths import absolute, conf_dir, groups, make_absolute
 from trinity_dask.config.schema import (
     DEFAULT_THREADS,
     DERIVED,
@@ -110,10 +110,8 @@ def to_config(tree: DictConfig, lenient: bool = False) -> Config:
         else:
             typed = cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config), tree))
         root = OmegaConf.select(typed, "checkpoint_root_dir")
-        if "://" not in root:
-            # before interpolations that contain it are resolved, so that they are absolute too
-            root = os.path.abspath(os.path.expanduser(root))
-            OmegaConf.update(typed, "checkpoint_root_dir", root)
+        # before interpolations that contain it are resolved, so that they are absolute too
+        OmegaConf.update(typed, "checkpoint_root_dir", absolute(root))
         written = OmegaConf.to_container(typed)
         if lenient:
             written = json.loads(json.dumps(written).replace(r"\\${", "${"))
@@ -306,8 +304,6 @@ def resolve_config(cfg: Config) -> Config:
         if kind.choices and isinstance(value, str):
             word = kind.aliases.get(value.lower(), value.lower())
             setattr(section, name, word if word in kind.choices else value)
-    if "://" not in config.checkpoint_root_dir:
-        config.checkpoint_root_dir = os.path.abspath(os.path.expanduser(config.checkpoint_root_dir))
     make_absolute(config)
     if config.job_dir is None:
         config.name, config.job_dir = job_dir.choose(config)

@@ -88,17 +88,18 @@ def _code(name: str) -> str:
 def _paths_of(config: Config) -> Iterator[tuple[Any, str, Any]]:
     yield config, "prepare", _code
     yield config, "plugin_dirs", absolute
+    yield config, "checkpoint_root_dir", absolute
     yield config.cluster, "local_directory", absolute
     yield config.monitor, "sinks", _code
     yield config.synchronizer, "path", absolute
-    model = config.model if config.prepare is None else None
+    model = _model if config.prepare is None else absolute
     for section, name in (
         (config.model, "model_path"),
         (config.model, "teacher_model_path"),
         (config.model.lora, "path"),
         (config.critic, "model_path"),
     ):
-        yield section, name, absolute if model is None else _model
+        yield section, name, model
     for name in (
         *("advantage_fn", "policy_loss_fn", "kl_penalty_fn", "kl_loss_fn", "entropy_loss_fn"),
         "sample_strategy",

@@ -6,7 +6,7 @@ configuration; one that is given more steps is not finished.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +46,10 @@ def finished_message(job_dir: str, stages: list[Config]) -> str | None:
     finished = is_finished(job_dir, len(stages), stage_file(first))
     if not first.continue_from_checkpoint or not finished:
         return None
-    if is_given_more(stages):
+    changed = [dict(_changed(stage)) for stage in stages]
+    if _is_more(changed):
         return None
-    different = sorted({key for stage in stages for key, _ in _changed(stage)})
+    different = sorted({key for each in changed for key in each})
     if different:
         raise ConfigError(
             f"{job_dir} is finished, with another configuration (different: "
@@ -65,15 +66,15 @@ def finished_message(job_dir: str, stages: list[Config]) -> str | None:
 def is_given_more(stages: list[Config]) -> bool:
     """Whether ``stages``, all finished, differ from those by more of the last one alone: then the
     job is not finished."""
-    *changed, grown = [dict(_changed(stage)) for stage in stages]
-    return (
-        bool(grown)
-        and not any(changed)
-        and all(
-            key in _AMOUNTS and None not in pair and pair[0] < pair[1]
-            for key, pair in grown.items()
-        )
+    return _is_more([dict(_changed(stage)) for stage in stages])
+
+
+def _is_more(changed: Sequence[dict[str, tuple[Any, Any]]]) -> bool:
+    *before, last = changed
+    grown = (
+        key in _AMOUNTS and None not in pair and pair[0] < pair[1] for key, pair in last.items()
     )
+    return bool(last) and not any(before) and all(grown)
 
 
 def _require_checkpoints(job_dir: str, stages: list[Config]) -> None:

@@ -91,8 +91,11 @@ class Conversation:
         """The prompt that asks for the turn after ``messages``.
 
         Raises:
+            ValueError: there are no messages, or no template.
             ValueError, jinja2.TemplateError: the template refuses the messages.
         """
+        if not messages:
+            raise ValueError("chat needs at least one message (got an empty list)")
         text = chat_prompt(self.tokenizer, messages, tools)
         for turn, rest in self._ancestors(messages, tools):
             added = self._added(turn, rest, tools, text)

@@ -17,7 +17,7 @@ import hashlib
 import itertools
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, is_dataclass, replace
 from typing import Any, Optional
 
 import numpy as np
@@ -134,8 +134,6 @@ class ModelWrapper:
         a turn of this run, the prompt begins with that turn's ids as they were sampled;
         ``info["parent"]`` is then that turn's number among the run's (from 0), else absent.
         """
-        if not messages:
-            raise ValueError("chat needs at least one message (got an empty list)")
         asked = self._conversation.prompt(messages, tools)
         extra = {"messages": messages, "tools": tools}
         return await self._sample(asked.ids, sampling, asked.text, asked, **extra)
@@ -158,8 +156,6 @@ class ModelWrapper:
         Raises:
             PromptTooLong: there is no room for the prompt, or for an answer to it.
         """
-        if not messages:
-            raise ValueError("chat needs at least one message (got an empty list)")
         asked = self._conversation.prompt(messages, tools)
         room = int(self.model_cfg.get("max_model_len") or 1 << 31) - 1
         limit = min(int(self.model_cfg.get("max_prompt_tokens") or room), room)
@@ -168,9 +164,10 @@ class ModelWrapper:
                 f"the prompt has {len(asked.ids)} tokens, and there is room for {limit} "
                 "(model.max_prompt_tokens, model.max_model_len)"
             )
-        own = self._params({}, len(asked.ids))
-        longest = min(int(sampling.pop("max_tokens", own.max_tokens)), own.max_tokens)
-        params = self._params({**sampling, "max_tokens": longest}, len(asked.ids))
+        wanted = sampling.pop("max_tokens", None)
+        params = self._params(sampling, len(asked.ids))
+        if wanted is not None:
+            params = replace(params, max_tokens=min(int(wanted), params.max_tokens))
         self.request_count += 1
         completions = await self.engine.generate(asked.ids, params, f"r{next(_ids)}")
         turns = [self._turn(asked, c, messages, tools, stop, read) for c in completions]

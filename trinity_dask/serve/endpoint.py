@@ -2,8 +2,8 @@
 
 Invariant: a session's key is known to whom it was given and here only as its hash; a reply is a
 turn of its run's dialogue before it leaves; a request that a client sends again, because it
-lost the reply, gets the same turn. The server listens on the loopback interface, on the event
-loop of its process, and ends with it.
+lost the reply, gets the same turn; nothing is sampled for a session that has ended. The server
+listens on the loopback interface, on the event loop of its process, and ends with it.
 """
 
 from __future__ import annotations
@@ -53,10 +53,20 @@ class Session:
             raise ApiError(f"the body is no JSON ({error})") from error
         name = hashlib.sha256(raw).hexdigest()
         known = self._replies.get(name) if is_retry else None
-        if known is None:
+        if known is None or (known.done() and (known.cancelled() or known.exception())):
             known = self._replies[name] = asyncio.ensure_future(self._answer(request))
-        # a client that goes away takes no other client's reply with it
-        return request, await asyncio.shield(known)
+        try:
+            # a client that goes away takes no other client's reply with it
+            return request, await asyncio.shield(known)
+        except asyncio.CancelledError:
+            if known.cancelled():
+                raise ApiError("the run is over, and its session with it", 503) from None
+            raise
+
+    def end(self) -> None:
+        """Nobody waits for a reply any more: what is asked of the engine is given up."""
+        for reply in self._replies.values():
+            reply.cancel()
 
     async def _answer(self, request: ChatRequest) -> dict[str, Any]:
         model, tokenizer = self.model, self.model.tokenizer
@@ -118,6 +128,7 @@ class Endpoint:
 
     def close(self, session: Session) -> None:
         self._sessions.pop(_hash(session.key), None)
+        session.end()
 
     async def _start(self) -> None:
         try:

@@ -16,6 +16,7 @@ from trinity_dask.experience.task import Task
 from trinity_dask.registry import load_object
 from trinity_dask.serve.endpoint import Session, endpoint
 from trinity_dask.workflows.scoring import Reward, score_all
+from trinity_dask.workflows.simple import facts_of
 from trinity_dask.workflows.threads import run_in_thread
 from trinity_dask.workflows.workflow import Workflow
 
@@ -87,13 +88,9 @@ class AgentWorkflow(Workflow):
         if found is None and self.task.reward_fn is not None:
             reward = Reward.load(self.task.reward_fn, self.task.reward_fn_args)
             assert last.messages is not None
-            facts = {
+            facts = facts_of(reward, self.task, last, self.model.tokenizer) | {
                 "response": str(last.messages[-1].get("content") or ""),
-                "truth": self.task.truth,
                 "prompt": self.task.task_desc,
-                "finish_reason": last.info["finish_reason"],
-                "tokens": last.tokens[last.prompt_length :],
-                "raw_task": self.task.raw_task,
             }
             (score,) = await score_all(reward, [facts], self.time_limit_s or math.inf)
             if isinstance(score, Exception):

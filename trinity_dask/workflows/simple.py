@@ -104,21 +104,25 @@ class SimpleWorkflow(Workflow):
 
     def facts(self, experience: Experience) -> Facts:
         """What a reward function may ask for."""
-        truncated = experience.truncate_status == RESPONSE_TRUNCATED
-        tokens = experience.tokens[experience.prompt_length :]
-        more: dict[str, Any] = {}
-        if self.reward.names(WITH_SPECIAL_TOKENS):  # decoded again only for who asks
-            tokenizer = self.model.tokenizer
-            more[WITH_SPECIAL_TOKENS] = tokenizer.decode(tokens, skip_special_tokens=False)
-        return {
-            **more,
-            "response": experience.response_text or "",
-            "truth": self.task.truth,
-            "prompt": experience.prompt_text or self.task.task_desc,
-            "finish_reason": "length" if truncated else "stop",
-            "tokens": tokens,
-            "raw_task": self.task.raw_task,
-        }
+        return facts_of(self.reward, self.task, experience, self.model.tokenizer)
+
+
+def facts_of(reward: Reward, task: Task, experience: Experience, tokenizer: Any) -> dict[str, Any]:
+    """What ``reward`` may ask for about an answer."""
+    truncated = experience.truncate_status == RESPONSE_TRUNCATED
+    tokens = experience.tokens[experience.prompt_length :]
+    more: dict[str, Any] = {}
+    if reward.names(WITH_SPECIAL_TOKENS):  # decoded again only for who asks
+        more[WITH_SPECIAL_TOKENS] = tokenizer.decode(tokens, skip_special_tokens=False)
+    return {
+        **more,
+        "response": experience.response_text or "",
+        "truth": task.truth,
+        "prompt": experience.prompt_text or task.task_desc,
+        "finish_reason": "length" if truncated else "stop",
+        "tokens": tokens,
+        "raw_task": task.raw_task,
+    }
 
 
 class MathWorkflow(SimpleWorkflow):

@@ -105,8 +105,10 @@ class SlurmGroups(LocalGroups):
         )
 
     def _worker(self, group: str, index: int) -> dict[str, Any]:
-        make = steps.spec if self.steps else jobs.spec
-        return make(self._cfg.cluster, self._run, group, index, self.place)
+        cls: type = steps.WorkerStep if self.steps else jobs.WorkerJob
+        options = {"cfg": self._cfg.cluster, "run": self._run, "place": self.place}
+        name = f"{group}-{index}"
+        return {"cls": cls, "options": {"name": name, **options, "group": group, "index": index}}
 
     def _scheduler_options(self) -> dict[str, Any]:
         options = super()._scheduler_options()

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from distributed.core import Status
 
@@ -155,9 +154,3 @@ class WorkerJob(SLURMJob):
         if job is not None:
             with contextlib.suppress(SlurmError):
                 await asyncio.to_thread(cancel, [job])
-
-
-def spec(cfg: ClusterConfig, run: str, group: str, index: int, place: Place) -> dict[str, Any]:
-    """The entry of a worker in a Dask cluster's specification."""
-    options = {"cfg": cfg, "run": run, "group": group, "index": index, "place": place}
-    return {"cls": WorkerJob, "options": {"name": f"{group}-{index}", **options}}

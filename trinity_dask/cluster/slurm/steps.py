@@ -10,7 +10,6 @@ import asyncio
 import os
 import re
 import shlex
-from typing import Any
 
 from distributed.deploy.spec import ProcessInterface
 
@@ -89,9 +88,3 @@ class WorkerStep(ProcessInterface):
                 process.kill()
                 await process.wait()
         await super().close()
-
-
-def spec(cfg: ClusterConfig, run: str, group: str, index: int, place: Place) -> dict[str, Any]:
-    """The entry of a worker in a Dask cluster's specification."""
-    options = {"cfg": cfg, "run": run, "group": group, "index": index, "place": place}
-    return {"cls": WorkerStep, "options": {"name": f"{group}-{index}", **options}}

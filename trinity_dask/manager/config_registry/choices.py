@@ -6,6 +6,13 @@ must be there at once; a test compares the two.
 
 from __future__ import annotations
 
+_KL: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("abs", "corrected_k3", "k1", "k2", "k3", "low_var_kl"),
+        ("kl_coef", "adaptive", "target_kl", "horizon"),
+    ),
+    "none": (),
+}
 #: key of the section ``algorithm`` -> the names that it takes -> their arguments
 ARGUMENTS: dict[str, dict[str, tuple[str, ...]]] = {
     "advantage_fn": {
@@ -89,24 +96,8 @@ ARGUMENTS: dict[str, dict[str, tuple[str, ...]]] = {
         "sppo": ("epsilon",),
         "topr": ("advantage_threshold", "ratio_level"),
     },
-    "kl_penalty_fn": {
-        "abs": ("kl_coef", "adaptive", "target_kl", "horizon"),
-        "corrected_k3": ("kl_coef", "adaptive", "target_kl", "horizon"),
-        "k1": ("kl_coef", "adaptive", "target_kl", "horizon"),
-        "k2": ("kl_coef", "adaptive", "target_kl", "horizon"),
-        "k3": ("kl_coef", "adaptive", "target_kl", "horizon"),
-        "low_var_kl": ("kl_coef", "adaptive", "target_kl", "horizon"),
-        "none": (),
-    },
-    "kl_loss_fn": {
-        "abs": ("kl_coef", "adaptive", "target_kl", "horizon"),
-        "corrected_k3": ("kl_coef", "adaptive", "target_kl", "horizon"),
-        "k1": ("kl_coef", "adaptive", "target_kl", "horizon"),
-        "k2": ("kl_coef", "adaptive", "target_kl", "horizon"),
-        "k3": ("kl_coef", "adaptive", "target_kl", "horizon"),
-        "low_var_kl": ("kl_coef", "adaptive", "target_kl", "horizon"),
-        "none": (),
-    },
+    "kl_penalty_fn": _KL,
+    "kl_loss_fn": _KL,
     "entropy_loss_fn": {
         "default": ("entropy_coef",),
         "mix": ("entropy_coef",),
@@ -116,6 +107,7 @@ ARGUMENTS: dict[str, dict[str, tuple[str, ...]]] = {
         "default": (),
         "mix": ("expert_data_ratio", "sft_dataset_name"),
         "staleness_control": ("max_staleness", "over_limit"),
+        "warmup": (),
     },
 }
 FUNCTIONS: dict[str, tuple[str, ...]] = {slot: tuple(names) for slot, names in ARGUMENTS.items()}
