@@ -79,7 +79,10 @@ def test_the_first_batch_of_a_large_file_needs_a_small_part_of_it(
             writer.write_table(table, row_group_size=len(table))
     size = file.tell()
     file.seek(0)
-    with fsspec.filesystem("s3", **s3).open(f"{bucket}/large.parquet", "wb") as remote:
+    # the server joins the parts of a gigabyte for longer than a client waits, which asks again then
+    patient = {"read_timeout": 600, "retries": {"total_max_attempts": 1}}
+    upload = fsspec.filesystem("s3", **s3, config_kwargs=patient)
+    with upload.open(f"{bucket}/large.parquet", "wb") as remote:
         while block := file.read(32 << 20):
             remote.write(block)
 
