@@ -13,6 +13,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import example as example_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from trinity_dask.algorithm import ADVANTAGE_FN, ALGORITHM, ENTROPY_LOSS_FN, POLICY_LOSS_FN
 from trinity_dask.algorithm.kl import KL_FN, KLTerm
@@ -201,6 +205,33 @@ def test_what_is_set_is_read_back_from_the_yaml():
     for key in SETTABLE:
         value = example(key)
         assert from_yaml(State((), {key: value}).to_yaml()).get(key) == value, key
+
+
+@given(st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12))
+@example_of("a\\'b\\")
+@example_of("'\\\\'\\\\")
+@example_of('`id` $HOME "x" \\')
+@settings(max_examples=60, deadline=None)
+def test_any_text_is_read_back_from_the_command_line_through_a_shell(text):
+    manager = ConfigManager()
+    manager.set("project", text)
+    script = manager.command().replace("trinity-dask run", "printf '%s\\0'", 1)
+    printed = subprocess.run(["bash", "-c", script], capture_output=True, check=True).stdout
+    words = printed.decode().split("\0")[:-1]
+    parsed = OverridesParser.create().parse_overrides([word for word in words if word])
+    expected = [text] if "project" in manager.state.chosen() else []
+    assert [each.value() for each in parsed if each.key_or_group == "project"] == expected
+
+
+def test_a_secret_typed_into_a_field_is_in_no_file_and_no_command():
+    manager = ConfigManager((TINY,))
+    manager.set("monitor.sink_args", {"wandb": {"api_key": "abcdef012345"}})
+    assert "abcdef" not in manager.state.to_yaml() + manager.command()
+    with pytest.raises(ConfigError, match=r"sink_args.wandb.api_key is a secret .*oc\.env:NAME"):
+        manager.generate_config()
+    manager.set("monitor.sink_args", {"wandb": {"api_key": "${oc.env:WANDB_API_KEY}"}})
+    assert "${oc.env:WANDB_API_KEY}" in manager.state.to_yaml()
+    assert not manager.state.plain_secrets()
 
 
 def test_what_is_set_is_read_back_from_the_command_line():

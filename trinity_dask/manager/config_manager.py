@@ -7,6 +7,7 @@ the state, and what it generates has passed the validation of the command line.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from typing import Any, Optional
 
 from trinity_dask.config.compose import compose_tree, finish
 from trinity_dask.config.errors import ConfigError
+from trinity_dask.config.secrets import shown_override
 from trinity_dask.files import write_text
 from trinity_dask.manager.config_registry import CONFIG_GENERATORS, Field, State
 from trinity_dask.manager.config_registry.state import field_of, keys
@@ -88,20 +90,26 @@ class ConfigManager:
         return found
 
     def problems(self) -> list[str]:
-        """What the command line would refuse, in its own sentences; empty: nothing."""
+        """What the command line would refuse, in its own sentences, and secrets; empty: nothing."""
         words = self.state.overrides()
+        secrets = [
+            f"{key} is a secret in plain text, which no file may hold: export it as a variable and "
+            "write ${oc.env:NAME}"
+            for key in self.state.plain_secrets()
+        ]
         try:
             finish(compose_tree(words), words)
         except ConfigError as error:
-            return str(error).splitlines()
-        return []
+            return [*secrets, *str(error).splitlines()]
+        return secrets
 
     def command(self) -> str:
-        """The command line that means this state."""
-        return " ".join(["trinity-dask run", *map(_quoted, self.state.overrides())])
+        """The command line that means this state, its secrets masked."""
+        words = map(shown_override, self.state.overrides())
+        return " ".join(["trinity-dask run", *map(_quoted, words)])
 
     def generate_config(self) -> str:
-        """The preset file. Raises ConfigError, as the command line would, when it cannot run."""
+        """The preset file. Raises ConfigError with all :meth:`problems`."""
         if problems := self.problems():
             raise ConfigError("\n".join(problems))
         return self.state.to_yaml()
@@ -135,9 +143,6 @@ class ConfigManager:
 
 def _quoted(word: str) -> str:
     """For a shell, where it needs it."""
-    plain = all(c.isalnum() or c in "+=._-/:,@%" for c in word)
-    return (
-        word
-        if plain
-        else '"' + word.replace("\\", "\\\\").replace('"', '\\"').replace("$", "\\$") + '"'
-    )
+    if all(c.isalnum() or c in "+=._-/:,@%" for c in word):
+        return word
+    return '"' + re.sub(r'[\\"$`]', r"\\\g<0>", word) + '"'

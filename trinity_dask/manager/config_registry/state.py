@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Optional
@@ -23,6 +24,7 @@ from trinity_dask.config.errors import ConfigError
 from trinity_dask.config.fields import Kind, all_keys, comments, fields_of
 from trinity_dask.config.hints import kind_at, type_words
 from trinity_dask.config.schema import DERIVED, Config
+from trinity_dask.config.secrets import masked_keys, shown
 from trinity_dask.manager.config_registry.choices import FUNCTIONS
 
 HEADER = "# @package _global_"
@@ -109,8 +111,19 @@ class State:
             ),
         ]
 
+    def plain_secrets(self) -> list[str]:
+        """The keys chosen here whose value no file may hold."""
+        found: list[str] = []
+        for key, value in self.chosen().items():
+            names = tuple(key.split("."))
+            found.extend(masked_keys(shown(value, names), names))
+        return found
+
     def to_yaml(self) -> str:
-        """A preset file with this state: the presets as its defaults, and what is set over them."""
+        """A preset file with this state: the presets as its defaults, and what is set over them.
+
+        Secrets are masked: :meth:`plain_secrets` names them.
+        """
         defaults: list[Any] = []
         for item in self.words:
             name, _, option = item.lstrip("+").partition("=")
@@ -121,7 +134,7 @@ class State:
             node = tree
             for part in path:
                 node = node.setdefault(part, {})
-            node[last] = value
+            node[last] = shown(value, tuple(key.split(".")))
         return f"{HEADER}\n{yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)}"
 
 
@@ -266,7 +279,8 @@ def word(value: Any) -> str:
         return "{" + ",".join(f"{name}:{word(item)}" for name, item in value.items()) + "}"
     if isinstance(value, Sequence) and not isinstance(value, str):
         return "[" + ",".join(map(word, value)) + "]"
-    text = str(value).replace("'", "\\'")
+    # a backslash means something to the command line only before a quote, as that of the end
+    text = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + m[2].replace("'", "\\'"), str(value))
     return f"'{text}'"
 
 
