@@ -243,6 +243,12 @@ class Slurm:
         lines = self.run("squeue", "-h", "-o", "%i %j %T", check=False).splitlines()
         return {job: (name, state) for job, name, state in (line.split() for line in lines)}
 
+    def only_waits(self, job: str) -> bool:
+        """Whether one job is left, which waits, and its nodes have got over it: one that is
+        started anew before that fails."""
+        states = [(number, state) for number, (_, state) in self.queue().items()]
+        return states == [(job, "PENDING")] and set(self.node_states()) == {"idle"}
+
     def job_of(self, worker: str) -> str | None:
         """The running job whose name ends with ``worker``, as ``rollout-0``."""
         for job, (name, state) in self.queue().items():

@@ -9,19 +9,28 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from slurm_stand import Slurm, until
 
 from trinity_dask import Run
 from trinity_dask.buffer.store.experience_store import ExperienceStore
 from trinity_dask.launcher.accounts import BatchAccounts
+from trinity_dask.trainer.checkpoints.checkpoint import WEIGHTS, latest_complete
 
 pytestmark = pytest.mark.timeout(280)
 START_S = 120.0
 RUN_S = 240.0
+BIT_BY_BIT = [
+    "explorer.rollout_model.deterministic=true",
+    "algorithm.optimizer.lr=0.02",  # weights that move
+    "algorithm.optimizer.lr_warmup_steps=0",
+]
 
 
 class Driver:
@@ -34,12 +43,19 @@ class Driver:
         *overrides: str,
         within: Sequence[str] = (),
         command: str = "run",
+        name: str = "job",
+        cluster: str = "slurm",
     ) -> None:
-        self.slurm, self.root = slurm, root
-        self._out = root / "driver.out"
+        self.slurm, self.root, self.name = slurm, root, name
+        self._out = root / f"{name}.out"
         words = [
-            *(command, "+experiment=sort_task", "engine=torch", "cluster=slurm", "name=job"),
-            *("monitor.progress=plain", "monitor.sinks=[jsonl]", "monitor.curves=false"),
+            *(command, "+experiment=sort_task", "engine=torch", f"cluster={cluster}"),
+            *(
+                f"name={name}",
+                "monitor.progress=plain",
+                "monitor.sinks=[jsonl]",
+                "monitor.curves=false",
+            ),
             *("algorithm.repeat_times=4", "buffer.batch_size=4", "explorer.eval_interval=0"),
             *("explorer.eval_on_startup=false", "explorer.eval_at_end=false"),
             f"checkpoint_root_dir={root}",
@@ -61,7 +77,7 @@ class Driver:
 
     @property
     def job(self) -> Path:
-        return self.root / "trinity-dask" / "job"
+        return self.root / "trinity-dask" / self.name
 
     def says(self, text: str, timeout_s: float = START_S) -> None:
         until(lambda: text in self.output or self._ended(), f"{text!r}", timeout_s)
@@ -187,18 +203,41 @@ def test_a_driver_that_is_killed_leaves_no_job(drive: Callable[..., Driver]) -> 
     until(lambda: driver.slurm.queue() == {}, "empty queue", 60)
 
 
-def test_a_submitted_driver_is_queued_again_when_its_time_is_over(
+def reached(driver: Driver, step: int) -> bool:
+    return driver.step() >= step
+
+
+def test_a_submitted_run_that_is_queued_again_twice_is_the_run_that_never_was(
     drive: Callable[..., Driver],
 ) -> None:
-    slurm = (submitted := drive("cluster.rollout.partition=closed", command="submit")).slurm
+    words = ["buffer.total_steps=8", *BIT_BY_BIT]
+    submitted = drive(*words, command="submit")
     assert submitted.end(START_S) == 0, submitted.output
-    job = submitted.output.split()[1]
+    slurm, job = submitted.slurm, submitted.output.split()[1]
     log = submitted.job / "log" / f"submit-{job}.log"
-    waits = "rollout-0 PENDING (PartitionDown)"  # its own jobs, from within a job
-    until(lambda: log.exists() and waits in log.read_text(), waits, START_S)
-    slurm.run("scancel", "--batch", "--signal=USR1", job)
-    until(lambda: slurm.queue() == {job: ("job", "PENDING")}, "requeued driver alone", 60)
-    slurm.run("scancel", job)
+    for step in (2, 5):
+        until(partial(reached, submitted, step), f"step {step} in {log}", RUN_S)
+        slurm.run("scancel", "--batch", "--signal=USR1", job)
+        until(partial(slurm.only_waits, job), f"requeued driver alone, {log}", 60)
+        slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+    until(lambda: slurm.queue() == {}, f"end of {log}", RUN_S)
+    assert submitted.step() == 8, log.read_text()[-3000:]
+    assert log.read_text().count("SIGTERM: saving the state") == 2
+
+    plain = drive(*words, name="plain", cluster="local")
+    assert plain.end() == 0, plain.output[-3000:]
+    found, expected = (load_file(latest_complete(d.job) / WEIGHTS) for d in (submitted, plain))
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+def test_a_run_stops_itself_before_its_allocation_ends(drive: Callable[..., Driver]) -> None:
+    salloc = ["salloc", "--quiet", "--nodes=2", "--ntasks-per-node=4", "--time=1"]
+    driver = drive("buffer.total_steps=100000", within=salloc)
+    assert driver.end(100) == 130, driver.output[-3000:]
+    assert "the job ends at" in driver.output
+    assert latest_complete(driver.job) is not None
+    assert "Traceback" not in driver.output
 
 
 def test_doctor_says_which_jobs_slurm_would_take(slurm: Slurm) -> None:

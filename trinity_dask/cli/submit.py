@@ -26,21 +26,21 @@ SCRIPT = """\
 {directives}
 
 {prologue}
+# made by the driver when it stops because its time is over, or here when Slurm says so
+export {time_over}={script}.over.$SLURM_JOB_ID
+rm -f ${time_over}
 {command} &
 driver=$!
-# 130: stopped, its state saved; 143: stopped before it had begun
-again() {{
-  kill -TERM $driver; wait $driver; code=$?
-  case $code in 130 | 143)
-    scontrol requeue $SLURM_JOB_ID ||
-      sbatch --dependency=afterany:$SLURM_JOB_ID {script} ;;
-  esac
-  exit $code
-}}
-trap again USR1
-trap 'kill -TERM $driver' TERM
+trap '[ -e ${time_over} ] || {{ touch ${time_over}; kill -TERM $driver; }}' USR1
+trap 'rm -f ${time_over}; kill -TERM $driver' TERM
 wait $driver; code=$?
 while kill -0 $driver 2>/dev/null; do wait $driver; code=$?; done
+# 130: stopped, its state saved; 143: stopped before it had begun
+if [ -e ${time_over} ] && [[ $code = 130 || $code = 143 ]]; then
+  rm -f ${time_over}
+  scontrol requeue $SLURM_JOB_ID ||
+    sbatch --dependency=afterany:$SLURM_JOB_ID {script}
+fi
 exit $code
 """
 
@@ -83,6 +83,7 @@ def main(args: Sequence[str]) -> int:
 
 def job_script(config: Config, words: Sequence[str], path: Path) -> str:
     """The script of the driver's job; ``words`` are those of ``trinity-dask run``."""
+    from trinity_dask.cluster.slurm.allocation import TIME_OVER
     from trinity_dask.cluster.slurm.jobs import job_options, lead_s, resources
 
     cluster = config.cluster
@@ -104,6 +105,7 @@ def job_script(config: Config, words: Sequence[str], path: Path) -> str:
         prologue="\n".join(cluster.prologue),
         command=shlex.join(command),
         script=shlex.quote(str(path)),
+        time_over=TIME_OVER,
     )
 
 

@@ -20,6 +20,7 @@ from trinity_dask.cluster.actors import ActorRef, start_actor, stop_actor
 from trinity_dask.cluster.build import RunCluster, Watch, open_cluster
 from trinity_dask.cluster.rpc import ActorHandle, ActorLost, call
 from trinity_dask.cluster.slots import CONTROL
+from trinity_dask.cluster.slurm import allocation
 from trinity_dask.cluster.specs import ClusterError, StartStopped, away_s
 from trinity_dask.config import Config, resolve, split_stages, validate
 from trinity_dask.launcher.job_files import finished_message
@@ -94,6 +95,13 @@ class Run:
         if self._thread is None:
             self._thread = threading.Thread(target=self._drive, name="trinity-run", daemon=True)
             self._thread.start()
+            if allocation.in_allocation():
+                allocation.watch(
+                    self.cfg.cluster.signal_lead_s,
+                    lambda: float(self._status.get("save_s", 0.0)),
+                    self.stop,
+                    self._ended,
+                )
         return self
 
     def wait(self, timeout: Optional[float] = None) -> dict[str, Any]:

@@ -102,6 +102,7 @@ class Trainer:
         self._synchronizer = synchronizer
         self._monitor = monitor
         self._saved = Saved()
+        self._save_s = 0.0  # what the last save took
         self._steps_since_save: list[int] = []
         self._empty_batches = 0
         self._tokens_per_s = 0.0
@@ -122,6 +123,7 @@ class Trainer:
             "step": self.step,
             "total_steps": self.cfg.trainer.total_steps,
             "tokens_per_s": self._tokens_per_s,
+            "save_s": self._save_s,
         }
 
     # life -------------------------------------------------------------------------------
@@ -274,8 +276,9 @@ class Trainer:
             "source": await self._source.state_dict(),
         }
         arguments = (str(self.job_dir), self.step, state, export)
-        save = partial(self.pool.call, 0)
+        save, start = partial(self.pool.call, 0), time.perf_counter()
         _, path = await self._on_ranks(save, "save_checkpoint", *arguments)
+        self._save_s = round(time.perf_counter() - start, 3)
         self._saved = Saved(Path(path), self.step, export)
         self._source.checkpointed()
         self._steps_since_save.clear()

@@ -26,6 +26,7 @@ from trinity_dask.cluster.addresses import is_loopback
 from trinity_dask.cluster.local import LocalGroups, announce_leaving
 from trinity_dask.cluster.slots import ROLLOUT, RUNNER
 from trinity_dask.cluster.slurm import jobs, queue, reaper, steps
+from trinity_dask.cluster.slurm.allocation import in_allocation
 from trinity_dask.cluster.slurm.queue import JobState, SlurmError
 from trinity_dask.cluster.specs import ClusterError, StartStopped
 from trinity_dask.cluster.tls import make_certificate
@@ -40,10 +41,6 @@ HEAL_S = 0.5  # between two looks at the workers; only when one is missing is th
 GOODBYE_S = 8.0  # for workers to leave by themselves
 REFUSED = "REFUSED"
 ELASTIC = (ROLLOUT, RUNNER)
-
-
-def in_allocation() -> bool:
-    return "SLURM_JOB_ID" in os.environ
 
 
 class SlurmGroups(LocalGroups):
