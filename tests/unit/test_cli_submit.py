@@ -14,6 +14,7 @@ import pytest
 
 from trinity_dask.cli import main
 from trinity_dask.cli.submit import SCRIPT
+from trinity_dask.cluster.slurm.allocation import TIME_OVER
 
 JOB = ["+experiment=sort_digits_tiny", "engine=torch", "cluster=slurm"]
 
@@ -40,29 +41,41 @@ def test_submit_is_for_slurm(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("driver_ends_with", "number", "requeued"),
-    [(130, signal.SIGUSR1, True), (1, signal.SIGUSR1, False), (130, signal.SIGTERM, False)],
+    [
+        (130, signal.SIGUSR1, True),
+        (1, signal.SIGUSR1, False),
+        (130, signal.SIGTERM, False),
+        (130, None, True),  # by itself: its time is over
+        (1, None, False),
+    ],
 )
 def test_only_a_driver_that_saved_before_its_time_was_over_is_queued_again(
-    tmp_path: Path, driver_ends_with: int, number: int, requeued: bool
+    tmp_path: Path, driver_ends_with: int, number: int | None, requeued: bool
 ) -> None:
     driver = (
-        "import signal, sys, pathlib; signal.signal(signal.SIGTERM, lambda *_: "
-        f"sys.exit({driver_ends_with})); pathlib.Path('up').touch(); signal.pause()"
+        "import os, signal, sys, pathlib; signal.signal(signal.SIGTERM, lambda *_: "
+        f"sys.exit({driver_ends_with})); pathlib.Path('up').touch(); "
     )
+    over = f"pathlib.Path(os.environ['{TIME_OVER}']).touch(); sys.exit({driver_ends_with})"
+    driver += over if number is None else "signal.pause()"
     scontrol = tmp_path / "scontrol"
     scontrol.write_text("#!/bin/bash\necho $* > requeued\n")
     scontrol.chmod(0o755)
     path = tmp_path / "job.sh"
     command = shlex.join([sys.executable, "-c", driver])
-    path.write_text(SCRIPT.format(directives="", prologue="", command=command, script=path))
+    path.write_text(
+        SCRIPT.format(directives="", prologue="", command=command, script=path, time_over=TIME_OVER)
+    )
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     job = subprocess.Popen(["bash", str(path)], cwd=tmp_path, env=environment)
     deadline = time.monotonic() + 60
     while not (tmp_path / "up").exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    job.send_signal(number)
+    if number is not None:
+        job.send_signal(number)
     assert job.wait(60) == driver_ends_with
+    assert list(tmp_path.glob("*.over.*")) == [] or driver_ends_with == 1
     assert (tmp_path / "requeued").exists() == requeued
     if requeued:
         assert (tmp_path / "requeued").read_text() == "requeue 7\n"
