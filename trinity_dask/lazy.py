@@ -1,13 +1,31 @@
-"""Public names of a module that are loaded when they are first used.
+"""What is imported only when it is used: public names of a module, and large libraries.
 
-Invariant: importing a module that uses this imports nothing that stands behind its names.
+Invariant: importing a module that uses this imports nothing that stands behind its names. Of the
+threads of a process one at a time imports a library through here: two that import packages with
+cyclic imports may each see half of a module.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+#: what loading any model or tokenizer imports first
+MODEL_LIBRARY = (
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+)
+_one_thread = threading.RLock()
+
+
+def import_modules(names: Iterable[str]) -> None:
+    """Import these modules, after whoever imports at the moment has done so."""
+    with _one_thread:
+        for name in names:
+            importlib.import_module(name)
 
 
 def names(module: str, sources: Mapping[str, str]) -> Callable[[str], Any]:

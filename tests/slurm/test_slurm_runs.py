@@ -99,6 +99,21 @@ class Driver:
         until(lambda: self.step() >= step or self._ended(), f"step {step}", RUN_S)
         assert not self._ended() or self.step() >= step, self.output[-3000:]
 
+    def running(self, worker: str) -> str:
+        """The job of a worker, as soon as it runs."""
+        until(lambda: self.slurm.job_of(worker) or self._ended(), f"job of {worker}", START_S)
+        job = self.slurm.job_of(worker)
+        assert job is not None, self.output[-3000:]
+        return job
+
+    def lose(self, worker: str, end: Callable[[str], Any]) -> Any:
+        """Have Slurm end the job of a worker in mid-run, and wait until another one runs."""
+        self.until_step(self.step() + 1)
+        job = self.running(worker)
+        answer = end(job)
+        until(lambda: self.slurm.job_of(worker) != job or self._ended(), f"end of {worker}", 60)
+        return answer
+
     def end(self, timeout_s: float = RUN_S) -> int:
         return self.process.wait(timeout_s)
 
@@ -154,22 +169,31 @@ def test_a_job_that_dies_at_its_start_shows_what_it_said(drive: Callable[..., Dr
 def test_jobs_of_every_group_are_lost_and_the_run_goes_on_to_its_end(
     drive: Callable[..., Driver],
 ) -> None:
-    steps = 24
+    steps, rounds = 90, 3
     driver = drive(
         f"buffer.total_steps={steps}", "trainer.save_interval=1", "cluster.rollout.n_workers=2",
         "cluster.tls=true", "cluster.rollout.gpus_per_worker=0", "cluster.rollout.gres=gpu:1",
+        "cluster.rollout.partition=low", "cluster.max_resubmits=5",
     )  # fmt: skip
+    slurm = driver.slurm
     driver.until_step(1)
     attached = Run.attach(str(driver.job))  # by the certificate that lies there
     assert attached.status["n_stages"] == 1
     attached.close()
-    lost = []
-    for worker in ("rollout-1", "trainer-0", "control-0"):
-        driver.until_step(driver.step() + 2)
-        lost.append(driver.slurm.job_of(worker))
-        driver.slurm.run("scancel", lost[-1])
+    for worker in ("rollout-1", "trainer-0", "control-0") * rounds:
+        driver.lose(worker, lambda job: slurm.run("scancel", job))
+    # who comes from a partition of more weight takes the GPUs: warned, and replaced when it leaves
+    hog = ["--partition=main", "--nodes=2", "--gres=gpu:2", "--wrap=sleep 600"]
+    hog = driver.lose("rollout-0", lambda _: slurm.run("sbatch", "--parsable", *hog).strip())
+    driver.says("rollout-0 is over: PREEMPTED")
+    until(lambda: slurm.queue()[hog][1] == "RUNNING", "preemption", 60)
+    slurm.run("scancel", hog)
+    driver.until_step(driver.step() + 1)
+    node = slurm.run("squeue", "-h", "-j", driver.running("trainer-0"), "-o", "%N").strip()
+    state = ["scontrol", "update", f"NodeName={node}"]
+    driver.lose("trainer-0", lambda _: slurm.run(*state, "State=DOWN", "Reason=test"))
+    slurm.run(*state, "State=RESUME")
     assert driver.end() == 0, driver.output[-3000:]
-    assert None not in lost
     store = ExperienceStore(str(driver.job / "buffer" / "experience"))
     manifests = store.manifests()
     total = sum((BatchAccounts.from_meta(m.meta) for m in manifests), BatchAccounts())
@@ -177,7 +201,7 @@ def test_jobs_of_every_group_are_lost_and_the_run_goes_on_to_its_end(
     assert total.errors("lineage") == []
     key = next(driver.job.glob("slurm/*/tls/key.pem"))
     assert key.stat().st_mode & 0o777 == 0o600
-    until(lambda: driver.slurm.queue() == {}, "empty queue")
+    until(lambda: slurm.queue() == {}, "empty queue")
 
 
 def test_in_an_allocation_workers_are_steps_and_a_lost_one_is_started_again(

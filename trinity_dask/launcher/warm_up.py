@@ -1,14 +1,13 @@
 """Workers import what their role needs while the control worker still prepares the job.
 
 Invariant: nothing depends on it. What cannot be imported is reported by whoever needs it; and
-no actor is created while its worker still imports, because two threads that import packages
-with cyclic imports may see half of a module.
+no actor is created while its worker still imports; one that an earlier launcher left there may load
+at the same time, which is why imports take turns (:mod:`trinity_dask.lazy`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 from collections.abc import Iterable
 from types import TracebackType
@@ -21,15 +20,15 @@ from trinity_dask.cluster.placement import slot_labels
 from trinity_dask.cluster.slots import engine_slot, slot_resource, trainer_slot
 from trinity_dask.config import modes
 from trinity_dask.config.schema import Config
+from trinity_dask.lazy import MODEL_LIBRARY, import_modules
 
 log = logging.getLogger("trinity_dask.launcher")
 
 WAIT_S = 60.0
-MODEL_CLASSES = "transformers.models.auto.modeling_auto"
-TRAINER_MODULES = ("trinity_dask.trainer.ranks.rank", "transformers.modeling_utils", MODEL_CLASSES)
+TRAINER_MODULES = ("trinity_dask.trainer.ranks.rank", *MODEL_LIBRARY)
 # vLLM's environment is set before anything of it, or of torch's compiler, is imported
 ENGINE_MODULES = {
-    "torch": ("trinity_dask.models.torch.engine", "transformers.modeling_utils", MODEL_CLASSES),
+    "torch": ("trinity_dask.models.torch.engine", *MODEL_LIBRARY),
     "vllm": ("torch",),
 }
 
@@ -105,9 +104,3 @@ def modules_by_slot(stages: Iterable[Config]) -> dict[str, tuple[str, ...]]:
             slots = [engine_slot(first + i) for i in range(cluster.rollout.n_workers)]
             found.update(dict.fromkeys(slots, ENGINE_MODULES[engine]))
     return found
-
-
-def import_modules(names: tuple[str, ...]) -> None:
-    """Runs in a thread of the worker."""
-    for name in names:
-        importlib.import_module(name)

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
+from trinity_dask.lazy import MODEL_LIBRARY, import_modules
+
 NO_TEMPLATE = (
     "the tokenizer has no chat template; take a chat model's, or set "
     "format.apply_chat_template=false with plain text"
@@ -19,6 +21,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     Raises:
         ValueError: there is no tokenizer at ``path``.
     """
+    import_modules(MODEL_LIBRARY[-1:])
     from transformers import AutoTokenizer
 
     try:

@@ -21,6 +21,7 @@ from typing import Any, Optional
 import numpy as np
 import torch
 
+from trinity_dask.lazy import MODEL_LIBRARY, import_modules
 from trinity_dask.models.checks import attention_implementation, check_model_dir
 from trinity_dask.models.hub_names import HubNames
 from trinity_dask.models.lora import add_adapter, has_adapter, load_adapter
@@ -222,6 +223,7 @@ def load_model(
     Raises:
         ValueError: the directory lacks something, or cannot have this ``attention``.
     """
+    import_modules(MODEL_LIBRARY)
     from transformers import AutoConfig, AutoModelForCausalLM
 
     check_model_dir(path)

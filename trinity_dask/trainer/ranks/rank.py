@@ -41,6 +41,7 @@ from trinity_dask.cluster.slots import trainer_slot
 from trinity_dask.cluster.specs import away_s
 from trinity_dask.config.schema import Config
 from trinity_dask.experience.schema import decode, group_codes
+from trinity_dask.lazy import MODEL_LIBRARY, import_modules
 from trinity_dask.models.protocol import (
     TensorMeta,
     WeightGroupSpec,
@@ -227,6 +228,7 @@ class TrainerRank:
         self, master: str, generation: int, model_path: str, checkpoint: Optional[str]
     ) -> dict[str, Any]:
         start = time.perf_counter()
+        import_modules(MODEL_LIBRARY)
         self._loaded = None  # a rebuild must not hold two models, nor the old group
         torch.set_num_threads(self.cfg.cluster.trainer.omp_threads)
         torch.manual_seed(self.cfg.seed)
