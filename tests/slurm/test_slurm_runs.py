@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -185,7 +186,7 @@ def test_jobs_of_every_group_are_lost_and_the_run_goes_on_to_its_end(
     # who comes from a partition of more weight takes the GPUs: warned, and replaced when it leaves
     hog = ["--partition=main", "--nodes=2", "--gres=gpu:2", "--wrap=sleep 600"]
     hog = driver.lose("rollout-0", lambda _: slurm.run("sbatch", "--parsable", *hog).strip())
-    driver.says("rollout-0 is over: PREEMPTED")
+    until(lambda: re.search("rollout-0 is over: (PREEMPTED|COMPLETED)", driver.output), "warning")
     until(lambda: slurm.queue()[hog][1] == "RUNNING", "preemption", 60)
     slurm.run("scancel", hog)
     driver.until_step(driver.step() + 1)

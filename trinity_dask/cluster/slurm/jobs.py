@@ -43,6 +43,8 @@ def _signals_kept() -> Iterator[None]:
 with _signals_kept():
     from dask_jobqueue.slurm import SLURMJob
 
+LEFT = 130  # how ``trinity-dask worker`` ends when it is told to leave
+
 
 @dataclass(frozen=True)
 class Place:
@@ -132,8 +134,10 @@ class WorkerJob(SLURMJob):
         )
         command = shlex.join(worker_command(group, index, place))
         command = command.replace(shlex.quote("{scheduler}"), str(scheduler))
-        # a step: only steps are warned before they are preempted
-        self._command_template = f"exec srun --ntasks=1 --cpus-per-task={cores} {command}"
+        # a step: only steps are warned before they are preempted. Who leaves because it was told
+        # to has done what it should: its job is complete, and no loss
+        step = f"srun --ntasks=1 --cpus-per-task={cores} {command}"
+        self._command_template = f"{step}\ncode=$?; [ $code = {LEFT} ] || exit $code"
         self.group, self.index, self.error = group, index, ""
 
     async def _submit_job(self, script_filename: str) -> str:

@@ -14,7 +14,7 @@ import shlex
 from distributed.deploy.spec import ProcessInterface
 
 from trinity_dask.cluster.slots import group_config
-from trinity_dask.cluster.slurm.jobs import Place, resources, worker_command
+from trinity_dask.cluster.slurm.jobs import LEFT, Place, resources, worker_command
 from trinity_dask.cluster.slurm.queue import JobState
 from trinity_dask.config.schema import ClusterConfig
 
@@ -76,7 +76,8 @@ class WorkerStep(ProcessInterface):
         code = None if self._process is None else self._process.returncode
         if code is None:
             return JobState("RUNNING")
-        return JobState("COMPLETED" if code == 0 else "FAILED", f"srun ended with {code}")
+        state = "COMPLETED" if code in (0, LEFT) else "FAILED"
+        return JobState(state, f"srun ended with {code}")
 
     async def close(self) -> None:
         process = self._process
