@@ -352,7 +352,7 @@ def test_rows_are_described_by_task_and_by_token():
     for k, row in enumerate(experiences):
         row.reward = 1.0 if k < 4 else float(k % 2)
     experiences[0].truncate_status = "response_truncated"
-    found = describe_rows(to_table(experiences))
+    found = describe_rows(to_table(experiences), 1)
     assert found["sample/zero_variance_share"] == 0.5
     assert found["sample/truncated_share"] == found["response_length/clip_ratio"] == 1 / 8
     assert (found["critic/score/min"], found["critic/score/max"]) == (0.0, 1.0)

@@ -60,7 +60,7 @@ def test_a_token_that_no_model_sampled_is_never_too_old():
     for experience in only:
         experience.versions[:] = -1
     assert stale_metrics(to_table(only), 9) == {}
-    described = describe_rows(to_table(only))
+    described = describe_rows(to_table(only), 1)
     assert not [name for name in described if name.startswith("sample/model_version")]
 
 
@@ -71,7 +71,7 @@ def test_the_metrics_of_versions_are_over_sampled_tokens():
     known = [e.versions[e.versions >= 0] for e in experiences[:-1]]
     flat, drift = np.concatenate(known), [int(v.max() - v.min()) for v in known if len(v)]
     halves = [to_table(experiences[:2]), to_table(experiences[2:])]  # two chunks
-    described = describe_rows(pa.concat_tables(halves))
+    described = describe_rows(pa.concat_tables(halves), 1)
     assert described["sample/model_version/mean"] == pytest.approx(flat.mean())
     assert described["sample/model_version/min"] == flat.min()
     assert described["sample/model_version_drift/mean"] == pytest.approx(np.mean(drift))

@@ -105,7 +105,7 @@ def test_equal_rewards_have_no_spread():
     for row in made:
         row.reward = 0.1
     assert np.full(60, 0.1).std() > 0  # why it has to be asked for
-    found = describe_rows(to_table(made))
+    found = describe_rows(to_table(made), 1)
     assert found["sample/reward/std"] == 0.0
     assert found["sample/zero_variance_share"] == 1.0
 
@@ -114,7 +114,7 @@ def test_one_reward_that_is_not_finite_spoils_no_mean():
     made = rows(8)
     for k, row in enumerate(made):
         row.reward = [math.nan, math.inf, None, 1.0][k] if k < 4 else 0.5
-    found = describe_rows(to_table(made))
+    found = describe_rows(to_table(made), 1)
     assert found["sample/reward/mean"] == pytest.approx(0.6)
     assert (found["critic/score/min"], found["critic/score/max"]) == (0.5, 1.0)
     assert found["sample/zero_variance_share"] == 1.0  # of the only task with two rewards
@@ -129,14 +129,14 @@ def test_demonstrations_are_not_rewards_of_zero():
         row.reward = 0.0
         row.info = {"is_expert": True, "step": 1}
     made[3].info, made[3].reward = {"is_expert": True}, 0.0
-    found = describe_rows(to_table(made))
+    found = describe_rows(to_table(made), 1)
     assert (found["sample/reward/mean"], found["sample/reward/std"]) == (1.0, 0.0)
     assert found["critic/score/min"] == 1.0
     assert found["sample/zero_variance_share"] == 1.0
     assert (found["sample/reward/count"], found["sample/rows"]) == (3, 8)
     for row in made:
         row.info = {"is_expert": True}
-    assert "sample/reward/mean" not in describe_rows(to_table(made))
+    assert "sample/reward/mean" not in describe_rows(to_table(made), 1)
 
 
 @pytest.mark.parametrize(

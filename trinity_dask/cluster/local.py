@@ -28,6 +28,7 @@ from trinity_dask.cluster.addresses import listening_host
 from trinity_dask.cluster.logs import driver_log
 from trinity_dask.cluster.placement import LEAVING, TOPIC
 from trinity_dask.cluster.specs import (
+    DASHBOARD_ORIGINS,
     SETTINGS,
     ClusterError,
     GroupNanny,
@@ -82,7 +83,8 @@ class LocalGroups:
 
     def _start_cluster(self) -> None:
         timeout = self._cfg.cluster.start_timeout_s
-        self._stack.enter_context(dask.config.set(SETTINGS))
+        origins = {DASHBOARD_ORIGINS: list(self._cfg.cluster.dashboard_origins)}
+        self._stack.enter_context(dask.config.set(SETTINGS | origins))
         self._stack.enter_context(driver_log(log_dir(self._cfg)))
         self._runner.start()
         try:

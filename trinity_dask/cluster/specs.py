@@ -73,6 +73,10 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+# whose pages may open the websockets of the dashboard, beside the dashboard's own; Dask lets all
+DASHBOARD_ORIGINS = "distributed.scheduler.dashboard.bokeh-application.allow_websocket_origin"
+
+
 class ClusterError(RuntimeError):
     """The cluster cannot be built or joined; the message says what to change."""
 

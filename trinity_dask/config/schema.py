@@ -251,6 +251,8 @@ class ClusterConfig:
     address: Optional[str] = None  # scheduler address for type=address
     scheduler_port: int = setting(0, ge=0, le=65535)  # 0 = any free port
     dashboard_address: Optional[str] = "127.0.0.1:0"  # None = no dashboard
+    # beside the dashboard itself, pages of which host:port may open its websockets; * = all
+    dashboard_origins: list[str] = field(default_factory=list)
     # address the scheduler and the workers of this machine listen on; auto = this machine's own
     host: str = "127.0.0.1"
     start_timeout_s: float = setting(120.0, gt=0)  # until all workers are there

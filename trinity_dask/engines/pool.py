@@ -61,6 +61,7 @@ class _Engine:
     ready: bool = False
     restarts: int = 0
     leaves: bool = False  # its worker has said that it is about to go
+    version: int | None = None  # of its weights; None: the start model
 
     @property
     def slot(self) -> str:
@@ -177,6 +178,29 @@ class EnginePool:
     @property
     def failure(self) -> BaseException | None:
         return self._changes.failure
+
+    def took_weights(self, slots: list[str], version: int) -> None:
+        """These engines hold the weights of ``version`` now."""
+        for slot in slots:
+            if slot in self._engines:
+                self._engines[slot].version = version
+
+    def states(self) -> dict[str, dict[str, Any]]:
+        """Of every engine by its slot: ``state`` (``starting``, ``waiting`` for weights or to be
+        let in, ``serving``, ``leaving``, ``lost``), ``version`` of its weights, ``restarts``."""
+        return {
+            slot: {"state": self._state(e), "version": e.version, "restarts": e.restarts}
+            for slot, e in self._engines.items()
+        }
+
+    def _state(self, engine: _Engine) -> str:
+        if engine.leaves:
+            return "leaving"
+        if engine.slot in self._busy and engine.incarnation + engine.restarts > 0:
+            return "lost"  # and on its way back
+        if engine.ready:
+            return "serving"
+        return "waiting" if engine.holds else "starting"
 
     async def mark_ready(self, slots: list[str]) -> None:
         """These engines hold the current weights; rollouts may use them."""

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Optional
 
@@ -42,6 +42,7 @@ from trinity_dask.explorer.batches import (
 from trinity_dask.explorer.metrics import batch_metrics, eval_batch_metrics
 from trinity_dask.explorer.schedule.scheduler import Scheduler
 from trinity_dask.explorer.schedule.tasks import BatchId, BatchResult, Counts
+from trinity_dask.explorer.schedule.workers import Worker
 from trinity_dask.registry import build, load_plugins
 from trinity_dask.workflows import Task
 
@@ -358,6 +359,11 @@ class Coordinator:
             await self.abort_batch(batch_id, reason)
 
     # queries --------------------------------------------------------------------------
+    @property
+    def workers(self) -> Iterable[Worker]:
+        """Those on which sub-tasks can run; none before :meth:`prepare`."""
+        return () if self._scheduler is None else self._scheduler.state.workers
+
     def status(self) -> dict[str, Any]:
         """``failures`` (failed runs by error type) so far, and :meth:`Scheduler.status`."""
         now = {"in_flight": 0} if self._scheduler is None else self._scheduler.status()

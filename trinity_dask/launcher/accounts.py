@@ -98,6 +98,13 @@ class Accounts:
         return {"batches": own.pop("batches"), **own.pop("total"), **own}
 
 
+def errors_of(counts: Mapping[str, int]) -> list[str]:
+    """What does not balance in counts by their names, as :meth:`Accounts.as_dict` gives them."""
+    total = BatchAccounts.from_meta({"accounts": counts})
+    names = {f.name for f in fields(Accounts)} - {"total"}
+    return Accounts(total=total, **{name: int(counts.get(name, 0)) for name in names}).errors()
+
+
 def _also(name: str, rows: int) -> str:
     return f" + {rows} {name}" if rows else ""
 

@@ -16,10 +16,12 @@ from trinity_dask.aio import unless_set
 from trinity_dask.config import job_dir, modes
 from trinity_dask.config.schema import Config
 from trinity_dask.files import read_json, write_json
+from trinity_dask.launcher import telling
 from trinity_dask.launcher.job_files import is_given_more
 from trinity_dask.launcher.job_lock import JobLock, claims_of
 from trinity_dask.launcher.status import FINAL_STATES, StatusBoard, describe
 from trinity_dask.launcher.warm_up import WarmUp
+from trinity_dask.monitor.events import RunEvents
 from trinity_dask.monitor.report import write_curves
 from trinity_dask.registry import load_object
 
@@ -49,6 +51,7 @@ class Launcher:
         self.base_dir = base_dir
         self.run_id = run_id
         self.driver = driver
+        self._events = RunEvents(run_id)
         self._stage_file = Path(base_dir) / job_dir.stage_file(stages[0])
         self._board: Optional[StatusBoard] = None
         self._task: Optional[asyncio.Task[None]] = None
@@ -60,9 +63,13 @@ class Launcher:
     async def start(self) -> dict[str, Any]:
         """Begin; a second call changes nothing. Returns what identifies the run."""
         if self._task is None and self._board is None:
-            self._board = StatusBoard(n_stages=len(self.stages), run_id=self.run_id)
+            self._board = self._make_board()
             self._task = asyncio.get_running_loop().create_task(self._run())
         return {"run_id": self.run_id, "base_dir": self.base_dir, "job_dirs": self.job_dirs}
+
+    def _make_board(self) -> StatusBoard:
+        told = self._events.status
+        return StatusBoard(told, n_stages=len(self.stages), run_id=self.run_id)
 
     async def status(self, seen: int = 0, timeout_s: float = 0.0) -> dict[str, Any]:
         """The status once its version exceeds ``seen``, or after ``timeout_s`` seconds."""
@@ -73,7 +80,7 @@ class Launcher:
     async def stop(self, reason: str = "stop requested") -> None:
         """Finish the current train step, save, and end as ``interrupted``."""
         if self._board is None:  # its driver was killed before it could start it
-            self._board = StatusBoard(n_stages=len(self.stages), run_id=self.run_id)
+            self._board = self._make_board()
             await self._board.update(state="interrupted", message=reason)
         if self._board.state in FINAL_STATES:
             return
@@ -130,6 +137,7 @@ class Launcher:
         assert self._board is not None
         stage = self.stages[index]
         self._save_stage(index)
+        await telling.begin(self._events, stage)
         await self._board.update(
             state="running",
             stage=stage.stage_name or stage.name,
@@ -142,7 +150,9 @@ class Launcher:
         )
         previous = self.stages[index - 1] if index else None
         stage_runner = (await asyncio.to_thread(_stage_runners))[stage.mode]
-        self._stage = stage_runner(stage, self._board, self.run_id, previous, self.stop)
+        self._stage = stage_runner(
+            stage, self._board, self.run_id, previous, self.stop, self._events
+        )
         try:
             if self._stop_reason is None:
                 await self._stage.run()

@@ -40,6 +40,7 @@ from trinity_dask.launcher.specs import (
     stage_model_path,
 )
 from trinity_dask.launcher.status import End, Reporter, StatusBoard, end_of
+from trinity_dask.monitor.events import EventSink, RunEvents
 from trinity_dask.monitor.monitor import Monitor
 from trinity_dask.sync.synchronizer import Synchronizer
 from trinity_dask.trainer.trainer import Trainer
@@ -67,12 +68,14 @@ class StageRunner:
         run_id: str,
         previous: Optional[Config] = None,
         request_stop: Optional[Callable[[str], Awaitable[None]]] = None,
+        events: Optional[RunEvents] = None,
     ) -> None:
         self.cfg = cfg
         self.board = board
         self.run_id = f"{run_id}-{cfg.stage_name}" if cfg.stage_name else run_id
         self.previous = previous
         self.request_stop = request_stop
+        self.events = events or RunEvents(run_id)
         self.job_dir = Path(str(cfg.job_dir))
         self.explorer: Optional[ExploreLoop] = None
         self.trainer: Optional[Trainer] = None
@@ -149,6 +152,7 @@ class StageRunner:
         monitor = Monitor(
             self.cfg.monitor, str(self.job_dir), role, self.cfg.name, asdict(self.cfg)
         )
+        monitor.add_sink("dashboard", EventSink(self.events, role, monitor.incarnation))
         stack.push_async_callback(asyncio.to_thread, monitor.close)
         return monitor
 
@@ -172,7 +176,13 @@ class StageRunner:
 
         stack.push_async_exit(leave)
         self.meeting, self.buffer, self.synchronizer = meeting, meeting.buffer, meeting.synchronizer
+        self._listen(stack, meeting.synchronizer)
         return meeting
+
+    def _listen(self, stack: AsyncExitStack, synchronizer: Synchronizer) -> None:
+        """Waits and transfers are told of, as long as the stage lasts."""
+        synchronizer.listeners.append(self.events.span)
+        stack.callback(synchronizer.listeners.remove, self.events.span)
 
     def _attach_trainer(self) -> None:
         assert self.synchronizer is not None
@@ -286,6 +296,7 @@ class BothStage(StageRunner):
         self.synchronizer = synchronizer = await self._make_part(
             stack, Synchronizer, self.cfg.synchronizer, str(self.job_dir), self.run_id
         )
+        self._listen(stack, synchronizer)
         monitor = self._monitor(stack, self.cfg.trainer.name)
         self.trainer = trainer = Trainer(
             self.cfg, self.run_id, self.buffer, self.synchronizer, monitor

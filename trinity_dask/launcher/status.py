@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Optional
 
 from trinity_dask.aio import Changes, ended
 from trinity_dask.config.secrets import shown_text
 from trinity_dask.launcher.accounts import Accounts, AccountsError
+from trinity_dask.launcher.telling import EngineWatch
 
 if TYPE_CHECKING:
     from trinity_dask.launcher.stages import StageRunner
@@ -51,9 +53,12 @@ def describe(error: BaseException) -> str:
 
 
 class StatusBoard:
-    """Made and used on one event loop."""
+    """Made and used on one event loop. ``told`` is given the status after every change."""
 
-    def __init__(self, **initial: Any) -> None:
+    def __init__(
+        self, told: Optional[Callable[[dict[str, Any]], object]] = None, **initial: Any
+    ) -> None:
+        self._told = told
         self._values: dict[str, Any] = {"state": "starting", "message": "", **initial}
         self._version = 1
         self._started = time.monotonic()
@@ -74,6 +79,8 @@ class StatusBoard:
         self._values.update(changes)
         self._version += 1
         self._changes.notify()
+        if self._told is not None:
+            self._told(self._values)
 
     async def wait(self, seen: int, timeout_s: float) -> dict[str, Any]:
         """The status as soon as its version exceeds ``seen``, or after ``timeout_s``."""
@@ -95,6 +102,7 @@ class Reporter:
         self._task: Optional[asyncio.Task[None]] = None
         self._unbalanced: Optional[Accounts] = None
         self._unbalanced_since = 0.0
+        self._engines = EngineWatch()
         # fails when the accounts are wrong for good
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -104,6 +112,7 @@ class Reporter:
     async def close(self) -> None:
         if self._task is not None:
             await ended([self._task])
+        self.stage.events.end(self._engines.states(self.stage))
 
     async def _loop(self) -> None:
         while True:
@@ -131,6 +140,8 @@ class Reporter:
         if stage.pool is not None:
             seen["workers"] = {"engines": stage.pool.n_ready, "restarts": stage.pool.restarts}
         await self.board.update(**seen)
+        if news := self._engines.look(stage):
+            stage.events.engines(news)
         accounts = await stage.accounts()
         if accounts is not None:
             await self.board.update(accounts=accounts.as_dict())

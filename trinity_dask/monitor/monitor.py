@@ -53,6 +53,15 @@ class Monitor:
         """Names of the sinks that still work."""
         return [name for name, sink in self._sinks.items() if not getattr(sink, "dead", False)]
 
+    @property
+    def incarnation(self) -> int:
+        """How many times this role was started in this job, with this one."""
+        return 1 if self._context is None else self._context.incarnation
+
+    def add_sink(self, name: str, sink: Sink) -> None:
+        """One beside those of the configuration."""
+        self._sinks[name] = sink
+
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record metrics of a step. Values that are no numbers are named once and left out."""
         values, rejected = as_floats(metrics)

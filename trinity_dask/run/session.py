@@ -23,6 +23,7 @@ from trinity_dask.cluster.slots import CONTROL
 from trinity_dask.cluster.slurm import allocation
 from trinity_dask.cluster.specs import ClusterError, StartStopped, away_s
 from trinity_dask.config import Config, resolve, split_stages, validate
+from trinity_dask.dashboard import plugin as dashboard
 from trinity_dask.launcher.job_files import finished_message
 from trinity_dask.launcher.job_lock import claims_of, wait_unlocked
 from trinity_dask.launcher.launcher import Launcher
@@ -259,6 +260,7 @@ class Run:
             self.cfg, self._given_client, self._announce, self.run_id, watch
         )
         self._client = self._cluster.client
+        dashboard.join(self._client, self.cfg.cluster.dashboard_origins)
 
     def _announce(self, client: Client) -> None:
         """Enter this run on a cluster that is not its own, before it takes any worker."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, Optional
@@ -32,6 +33,7 @@ log = logging.getLogger("trinity_dask.synchronizer")
 TRAINER = "trainer"
 # conditions also look at things that announce no change (rows in the buffer)
 RECHECK_S = 1.0
+TOLD_S = 0.005  # a shorter wait is none
 
 
 class Late(TimeoutError):
@@ -44,7 +46,8 @@ class Synchronizer:
     What an adapter with other calls stands on: ``state`` holds every status and version, and
     whoever changes it calls :meth:`notify`; :meth:`wait` waits for a condition on it; :meth:`put`
     publishes weights, :attr:`published` is the newest version that lies in a file;
-    ``transfers`` knows the trainer's rank 0, its tensors and the weight groups.
+    ``transfers`` knows the trainer's rank 0, its tensors and the weight groups. ``listeners`` are
+    told of every wait of one side for the other, and of every transfer, when it has ended.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Synchronizer:
         self.state = SyncState(cfg.sync_style, cfg.sync_method, cfg.sync_interval, cfg.sync_offset)
         self.state.max_staleness = cfg.max_staleness
         self.timeouts = 0
+        self.listeners: list[Callable[[dict[str, Any]], None]] = []
         shelf = WeightShelf.for_run(
             cfg.sync_method, job_dir or ".", run_id, cfg.path, cfg.storage_options
         )
@@ -383,6 +387,7 @@ class Synchronizer:
         """
         meet_s = self.cfg.meet_timeout_s or self.cfg.sync_timeout_s
         limit = meet_s if timeout_s is None else timeout_s
+        started, text = time.time(), what() if timeout_s is None else ""
 
         def woken() -> bool:
             self._look()
@@ -396,6 +401,16 @@ class Synchronizer:
                     f"{what()} ({self.state}): nobody has moved on for "
                     f"synchronizer.meet_timeout_s = {limit:g} s"
                 )
+        if text:
+            who, _, awaited = text.partition(": ")
+            self._tell("wait", started, who=who, awaited=awaited)
+
+    def _tell(self, what: str, started: float, **facts: Any) -> None:
+        """``started``: Unix time in seconds."""
+        seconds = time.time() - started
+        if seconds >= TOLD_S or what != "wait":
+            for listener in self.listeners:
+                listener({"what": what, "start": started, "seconds": seconds, **facts})
 
     def notify(self) -> None:
         """``state`` has changed: every waiter looks again."""
@@ -431,10 +446,11 @@ class Synchronizer:
         others it is that explorer's own, unless engine and trainer differ. It is nobody's
         once the explorer has stopped."""
         state, explorer = self.state, self.state.explorers[name]
-        explorer.loading, reached = version, None
+        explorer.loading, reached, started = version, None, time.time()
         try:
             await self.transfers.load(name, version)
             reached = version
+            self._tell("transfer", started, who=f"explorer {name!r}", **self._transferred(version))
         except Exception as error:
             if isinstance(error, WeightMismatch) or state.live_explorers == [explorer]:
                 self.fail(error)
@@ -446,3 +462,8 @@ class Synchronizer:
             state.load_ended(name, reached)
             self.transfers.sweep()
             self._changes.notify()
+
+    def _transferred(self, version: int) -> dict[str, Any]:
+        """Of the transfer that has just ended: ``version``, ``bytes`` and ``floor_share``."""
+        keys = {"bytes": "sync/bytes", "floor_share": "sync/floor_share"}
+        return {"version": version} | {name: self.metrics.get(key) for name, key in keys.items()}

@@ -256,9 +256,11 @@ class WeightTransfers:
             raise
         seconds = time.perf_counter() - start
         self._arrived(version, sent, slots, receipts, seconds, to.group.bytes_per_s)
+        to.pool.took_weights(slots, version)
         if relabel and sent.step is not None and sent.step > version:
             await to.ask(slots, "label_weights", sent.step, timeout_s=limit)
             self.metrics["sync/version"] = float(sent.step)
+            to.pool.took_weights(slots, sent.step)
         if probe:
             self.metrics |= await self._probed(to, None, slots, receipts)
 
@@ -276,6 +278,7 @@ class WeightTransfers:
         receipts = await to.ask(slots, "update_weights", update, timeout_s=limit)
         seconds = sent.seconds + time.perf_counter() - start
         self._arrived(published.version, sent, slots, receipts, seconds, floor)
+        to.pool.took_weights(slots, published.version)
         if published.probe is not None:
             self.metrics |= await self._probed(to, published.probe, slots, receipts)
 

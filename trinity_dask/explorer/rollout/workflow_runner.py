@@ -168,7 +168,8 @@ class WorkflowRunner:
         if runs.errors:
             message = f"{completed}/{n} runs completed successfully; first error: {runs.errors[0]}"
         status = Status(completed, n, metrics, message)
-        outcome = AttemptOutcome(status, tuple(runs.errors), seconds, runs.retryable, facts)
+        tokens = sum(int(e.action_mask.sum()) for e in experiences if e.action_mask is not None)
+        outcome = AttemptOutcome(status, tuple(runs.errors), seconds, runs.retryable, facts, tokens)
         return status, encode([] if task.is_eval else experiences, header_of(outcome))
 
     def get_runner_state(self) -> list[dict[str, Any]]:
@@ -464,6 +465,7 @@ def header_of(outcome: AttemptOutcome) -> dict[str, Any]:
         "seconds": outcome.seconds,
         "retryable": outcome.retryable,
         "runner": outcome.runner,
+        "response_tokens": outcome.response_tokens,
     }
 
 
@@ -480,6 +482,7 @@ def outcome_of(payload: bytes) -> AttemptOutcome:
         )
         errors = tuple(RunError(*error) for error in header["errors"])
         more = header["seconds"], header["retryable"], header.get("runner", {})
+        tokens = int(header.get("response_tokens", 0))
     except KeyError as error:
         raise ValueError(f"not the payload of a sub-task: {error!r}") from error
-    return AttemptOutcome(status, errors, *more)
+    return AttemptOutcome(status, errors, *more, tokens)

@@ -191,6 +191,7 @@ class SchedulerState:
         if attempt is None:
             return []
         worker = self.workers[attempt.worker]
+        worker.response_tokens += outcome.response_tokens
         if outcome.status.ok:
             worker.observe(outcome.seconds)
         instructions = self._conclude(attempt.sub_task, outcome, payload)

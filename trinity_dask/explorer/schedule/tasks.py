@@ -66,7 +66,7 @@ class AttemptOutcome:
     must fail in the same way (a workflow that does not exist). ``runner`` is the last state of
     its lane (see ``WorkflowRunner.get_runner_state``), with ``worker`` (its name),
     ``abandoned_threads`` (of its process: given up, and still running) and ``loop_lag_s`` (the
-    longest delay of the worker's event loop meanwhile).
+    longest delay of the worker's event loop meanwhile). ``response_tokens``: what it sampled.
     """
 
     status: Status
@@ -74,6 +74,7 @@ class AttemptOutcome:
     seconds: float = 0.0
     retryable: bool = True
     runner: dict[str, Any] = field(default_factory=dict)
+    response_tokens: int = 0
 
     @classmethod
     def all_failed(cls, n: int, error: RunError, retryable: bool = True) -> AttemptOutcome:

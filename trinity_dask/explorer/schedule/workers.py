@@ -43,6 +43,7 @@ class Worker:
     running: dict[int, float] = field(default_factory=dict)  # lane -> start, seconds
     seconds: float = 0.0  # of one sub-task, as measured lately
     measured: int = 0
+    response_tokens: int = 0  # sampled here so far, by what has ended
     _free: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:

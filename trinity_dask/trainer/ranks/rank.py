@@ -332,7 +332,7 @@ class TrainerRank:
             raise ValueError("a train input needs a payload or a store_url")
         table = without_stale(pa.concat_tables(tables), train_input.min_version)
         if table.num_rows == 0:  # all of it damaged, and skip_corrupt allows to go on
-            return {"tokens": 0.0, **describe_rows(table)}
+            return {"tokens": 0.0, **describe_rows(table, step)}
         # on all rows, before the ranks part: one rank that refuses alone would leave its
         # peers waiting for it in a sum
         engine.check(available_fields(table))
@@ -351,7 +351,7 @@ class TrainerRank:
         metrics["perf/max_memory_gb"] = max_memory_gb(self.device)
         metrics |= self._now.meter.of_step(batch, plan, metrics)
         if self.rank == 0:
-            metrics |= describe_rows(table) | stale_metrics(table, train_input.min_version)
+            metrics |= describe_rows(table, step) | stale_metrics(table, train_input.min_version)
         return metrics
 
     # checkpoints ------------------------------------------------------------------------

@@ -15,9 +15,11 @@ import pyarrow.compute as pc
 import torch
 
 from trinity_dask.experience.experience import PROMPT_TRUNCATED, RESPONSE_TRUNCATED
+from trinity_dask.monitor.curves import AGES
 from trinity_dask.trainer.step.batching import flagged
 
 TASK = ["batch", "task"]
+OLDEST = 32  # whatever is older is counted with it
 
 
 def row_lengths(table: pa.Table) -> np.ndarray:
@@ -35,8 +37,9 @@ def available_fields(table: pa.Table) -> set[str]:
     return {tensor for tensor, column in names.items() if table[column].null_count == 0}
 
 
-def describe_rows(table: pa.Table) -> dict[str, float]:
-    """Metrics ``sample/*``, ``prompt_length/*``, ``response_length/*`` and ``critic/*``.
+def describe_rows(table: pa.Table, step: int) -> dict[str, float]:
+    """Metrics ``sample/*``, ``prompt_length/*``, ``response_length/*`` and ``critic/*`` of the
+    rows of train step ``step``, which changes the weights of version ``step`` - 1.
 
     ``critic/score`` is the reward of a row; ``critic/advantages`` and ``critic/returns``,
     where the rows bring them, are over action tokens.
@@ -61,7 +64,7 @@ def describe_rows(table: pa.Table) -> dict[str, float]:
         **_groups(table, rewards),
         **_rewards(rewards),
         **_token_columns(table),
-        **_versions(table),
+        **_versions(table, step),
     }
 
 
@@ -126,8 +129,9 @@ def _token_columns(table: pa.Table) -> dict[str, float]:
     return metrics
 
 
-def _versions(table: pa.Table) -> dict[str, float]:
-    """The weights that sampled the tokens, and how far they differ inside a row."""
+def _versions(table: pa.Table, step: int) -> dict[str, float]:
+    """The weights that sampled the tokens, how far they differ inside a row, and how many tokens
+    are how many versions behind the weights that they change."""
     versions = table["versions"].drop_null()
     flat = pc.list_flatten(versions).to_numpy()
     rows = pc.list_parent_indices(versions).to_numpy()[flat >= 0]
@@ -136,7 +140,9 @@ def _versions(table: pa.Table) -> dict[str, float]:
         return {}
     starts = np.flatnonzero(np.diff(rows, prepend=-1))
     drift = np.maximum.reduceat(flat, starts) - np.minimum.reduceat(flat, starts)
+    ages, tokens = np.unique(np.clip(step - 1 - flat, 0, OLDEST), return_counts=True)
     return {
+        **{f"{AGES}{age}": float(n) for age, n in zip(ages, tokens, strict=True)},
         **bounds("sample/model_version", flat),
         **bounds("sample/model_version_drift", drift),
     }
