@@ -41,6 +41,36 @@ def test_in_an_allocation_workers_are_steps_and_a_lost_one_is_started_again(
     assert driver.step() == steps
 
 
+def test_one_srun_is_driver_and_workers(drive: Callable[..., Driver]) -> None:
+    srun = ["srun", "--quiet", "--ntasks=4", "--kill-on-bad-exit=0"]
+    driver = drive("buffer.total_steps=8", "cluster.tls=true", within=srun, cluster="srun")
+    assert driver.end() == 0, driver.output[-3000:]
+    assert driver.step() == 8
+    assert driver.output.count("before / after") == 1  # of the driver alone
+    until(lambda: driver.slurm.queue() == {}, "empty queue", 60)
+
+
+def test_one_srun_of_too_few_tasks_says_how_many(drive: Callable[..., Driver]) -> None:
+    driver = drive(within=["srun", "--quiet", "--ntasks=3"], cluster="srun")
+    assert driver.end(START_S) != 0
+    assert "cluster=srun has 3 tasks and needs 4: srun -n 4 (the driver, 1 control" in driver.output
+    until(lambda: driver.slurm.queue() == {}, "empty queue", 60)
+
+
+def test_all_tasks_of_one_srun_are_told_to_end_and_the_state_is_saved(
+    drive: Callable[..., Driver],
+) -> None:
+    srun = ["salloc", "--quiet", "--ntasks=4", "srun", "--quiet"]
+    driver = drive("buffer.total_steps=100000", within=srun, cluster="srun")
+    driver.until_step(2)
+    [job] = driver.slurm.queue()
+    driver.slurm.run("scancel", "--signal=TERM", job)  # every process of its steps
+    driver.end(60)
+    assert "SIGTERM: saving the state" in driver.output
+    assert "interrupted by SIGTERM" in driver.output, driver.output[-3000:]
+    assert latest_complete(driver.job) is not None
+
+
 def reached(driver: Driver, step: int) -> bool:
     return driver.step() >= step
 

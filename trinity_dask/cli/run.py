@@ -138,12 +138,23 @@ def main(args: Sequence[str]) -> int:
                 raise
             refused = error  # Hydra would print a line of its own about it
             return None
+        if (number := _task_number(config)) > 0:
+            from trinity_dask.cluster.slurm import tasks
+
+            codes.append(tasks.serve(config, number))
+            return None
         for message in warnings:
             print(f"warning: {message}", file=sys.stderr)
         record_overrides(config, tree, HydraConfig.get(), overrides)
         from trinity_dask.run import Run  # torch and dask, only for a sound configuration
 
-        codes.append(follow(Run(config, checked=True)))
+        try:
+            codes.append(follow(Run(config, checked=True)))
+        finally:
+            if number == 0:
+                from trinity_dask.cluster.slurm import tasks
+
+                tasks.release(config)
         if codes[-1] == EXIT_INTERRUPTED:
             raise KeyboardInterrupt
         if codes[-1] != EXIT_DONE and sweeping:
@@ -162,6 +173,16 @@ def main(args: Sequence[str]) -> int:
     if refused is not None:
         raise refused
     return max(codes, default=0)
+
+
+def _task_number(config: Config) -> int:
+    """Which task of the one ``srun`` this is, 0 the driver; -1: nothing was started that way."""
+    if config.cluster.type != "slurm" or config.cluster.where != "tasks":
+        return -1
+    from trinity_dask.cluster.slurm.tasks import rank
+
+    number = rank()
+    return -1 if number is None else number
 
 
 def help_text(config_dir: Optional[str] = None) -> str:

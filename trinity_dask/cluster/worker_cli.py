@@ -33,12 +33,19 @@ LEAVE = (signal.SIGTERM, signal.SIGUSR1)
 
 
 def run_worker(
-    address: str, group: str, index: int, cfg: Config, security: Security | None = None
+    address: str,
+    group: str,
+    index: int,
+    cfg: Config,
+    security: Security | None = None,
+    *,
+    leaves: bool = True,
 ) -> int:
     """Serve as worker ``index`` of ``group`` until the scheduler ends or a signal comes.
 
-    ``security`` is needed where the scheduler's address begins with ``tls://``. Returns the exit
-    code: 0 ended with its scheduler, 130 interrupted.
+    ``security`` is needed where the scheduler's address begins with ``tls://``; ``leaves``: on a
+    signal, or only with the scheduler. Returns the exit code: 0 ended with its scheduler, 130
+    interrupted.
 
     Raises:
         ClusterError: nobody answers at ``address``.
@@ -57,7 +64,8 @@ def run_worker(
             options |= {"security": security, "protocol": "tls://"}
         with dask.config.set(SETTINGS):
             # they end the worker as Ctrl-C does, instead of leaving it to its warden
-            before = {s: signal.signal(s, signal.default_int_handler) for s in LEAVE}
+            handler = signal.default_int_handler if leaves else signal.SIG_IGN
+            before = {s: signal.signal(s, handler) for s in LEAVE}
             try:
                 runner.start()
                 return _serve(runner, address, options, cfg.cluster.start_timeout_s)
@@ -65,8 +73,8 @@ def run_worker(
                 return 130
             finally:
                 runner.stop()
-                for number, handler in before.items():
-                    signal.signal(number, handler)
+                for number, earlier in before.items():
+                    signal.signal(number, earlier)
 
 
 def _serve(runner: LoopRunner, address: str, options: dict[str, Any], timeout_s: float) -> int:

@@ -263,8 +263,8 @@ class ClusterConfig:
     # scheduler listens on the loopback alone
     tls: Optional[bool] = None
     # slurm: a job for each worker (login), or a step of the allocation this runs in; auto = as
-    # this process is in an allocation or not
-    where: str = setting("auto", choices=("auto", "login", "allocation"))
+    # this process is in an allocation or not; tasks = all processes are those of one srun
+    where: str = setting("auto", choices=("auto", "login", "allocation", "tasks"))
     partition: Optional[str] = None  # slurm: of all groups that name none; None = the site's
     account: Optional[str] = None  # slurm: who pays
     qos: Optional[str] = None  # slurm: quality of service

@@ -25,7 +25,7 @@ from distributed.utils import sync
 from trinity_dask.cluster.addresses import is_loopback
 from trinity_dask.cluster.local import LocalGroups, announce_leaving
 from trinity_dask.cluster.slots import ROLLOUT, RUNNER
-from trinity_dask.cluster.slurm import jobs, queue, reaper, steps
+from trinity_dask.cluster.slurm import jobs, queue, reaper, steps, tasks
 from trinity_dask.cluster.slurm.allocation import in_allocation
 from trinity_dask.cluster.slurm.queue import JobState, SlurmError
 from trinity_dask.cluster.specs import ClusterError, StartStopped
@@ -62,10 +62,13 @@ class SlurmGroups(LocalGroups):
         self._run = f"td-{uuid.uuid4().hex[:8]}"
         base = Path(self._scratch).parent if cfg.job_dir is None else Path(cfg.job_dir)
         base = base.absolute()
-        self.place = jobs.Place(base / "slurm" / self._run, base / "log")
         where = cfg.cluster.where
+        self.tasks = where == "tasks"
         self.steps = where == "allocation" or (where == "auto" and in_allocation())
+        name = tasks.step_name() if self.tasks else self._run
+        self.place = jobs.Place(base / "slurm" / name, base / "log")
         self._lost: Counter[str] = Counter()  # worker -> jobs that were lost
+        self._gone: dict[str, float] = {}  # tasks that are not there, since when
         self._joined: set[str] = set()  # workers that were there since their last job began
         self._healer: asyncio.Task[None] | None = None
 
@@ -74,10 +77,13 @@ class SlurmGroups(LocalGroups):
         """Ask for all workers and wait until they are there.
 
         Raises:
-            ConfigError: Slurm refuses a job (says why); no job is left.
+            ConfigError: Slurm refuses a job (says why); no job is left. Or as
+                :func:`~trinity_dask.cluster.slurm.tasks.check_tasks`.
             ClusterError: a job waits too long, or died while it started.
             StartStopped: the caller does not want to wait any longer.
         """
+        if self.tasks:
+            tasks.check_tasks(self._cfg)
         self.place.directory.mkdir(parents=True, exist_ok=True)
         self.place.logs.mkdir(parents=True, exist_ok=True)
         cluster = self._cfg.cluster
@@ -85,9 +91,11 @@ class SlurmGroups(LocalGroups):
             self.security = make_certificate(self.place.directory)
             self.certificate = self.place.directory
         save(self._cfg, self.place.configuration)
-        if not self.steps:
+        if not (self.steps or self.tasks):
             self._start_reaper()
         super().start()
+        if self.tasks:
+            tasks.announce(self.place.directory, self.scheduler_address)
         self._wait_for_workers()
         self._healer = sync(self._runner.loop, self._begin_healing)
 
@@ -103,6 +111,7 @@ class SlurmGroups(LocalGroups):
 
     def _worker(self, group: str, index: int) -> dict[str, Any]:
         cls: type = steps.WorkerStep if self.steps else jobs.WorkerJob
+        cls = tasks.WorkerTask if self.tasks else cls
         options = {"cfg": self._cfg.cluster, "run": self._run, "place": self.place}
         name = f"{group}-{index}"
         return {"cls": cls, "options": {"name": name, **options, "group": group, "index": index}}
@@ -132,9 +141,10 @@ class SlurmGroups(LocalGroups):
                     since.setdefault(name, now)
                 waited = now - since.get(name, now)
                 if waited > cluster.start_timeout_s:
+                    told = "" if self.tasks else self._log(name)
                     raise ClusterError(
                         f"{name} did not join within {waited:.0f} s of its job's start; raise "
-                        f"cluster.start_timeout_s{self._log(name)}"
+                        f"cluster.start_timeout_s{told}"
                     )
             waiting = {n: s for n, s in states.items() if s.waiting}
             if waiting and cluster.pending_timeout_s and now - begun > cluster.pending_timeout_s:
@@ -175,7 +185,8 @@ class SlurmGroups(LocalGroups):
         self._joined |= present
         missing = {n: job for n, job in self._cluster.workers.items() if n not in present}
         found = {n: JobState(REFUSED, job.error) for n, job in missing.items() if job.error}
-        found |= {n: job.state for n, job in missing.items() if isinstance(job, steps.WorkerStep)}
+        own = (steps.WorkerStep, tasks.WorkerTask)
+        found |= {n: job.state for n, job in missing.items() if isinstance(job, own)}
         ids = {n: job.job_id for n, job in missing.items() if job.job_id is not None}
         known = await queue.states(list(ids.values()))
         return found | {name: known[job] for name, job in ids.items()}
@@ -198,7 +209,11 @@ class SlurmGroups(LocalGroups):
 
     async def _replace_lost(self) -> None:
         assert self._cluster is not None
-        over = {n: s for n, s in (await self._states_of_missing()).items() if s.over}
+        states = await self._states_of_missing()
+        if self.tasks:
+            self._give_up_tasks(states)
+            return
+        over = {n: s for n, s in states.items() if s.over}
         for name, state in over.items():
             job = self._cluster.workers.pop(name)
             job.job_id = None
@@ -213,6 +228,18 @@ class SlurmGroups(LocalGroups):
                 await asyncio.sleep(LOOK_S[1])
             await self._cluster._correct_state()
 
+    def _give_up_tasks(self, missing: dict[str, JobState]) -> None:
+        """Of workers that are tasks of this step: nobody can start one again whose node is lost."""
+        assert self._cluster is not None
+        now, patience_s = time.monotonic(), self._cfg.cluster.start_timeout_s
+        self._gone = {name: self._gone.get(name, now) for name in missing}
+        for name in [n for n, since in self._gone.items() if now - since > patience_s]:
+            del self._gone[name]
+            state = JobState("LOST", f"its task was not back within {patience_s:g} s")
+            self._lost[name] += 1
+            self._give_up(name, state)
+            self._cluster.workers.pop(name, None)
+
     def _give_up(self, name: str, state: JobState) -> None:
         assert self._cluster is not None
         self._cluster.worker_spec.pop(name, None)
@@ -220,7 +247,8 @@ class SlurmGroups(LocalGroups):
         others = [n for n in self._cluster.worker_spec if n.startswith(f"{group}-")]
         message = (
             f"{name} was lost {self._lost[name]} times (cluster.max_resubmits="
-            f"{self._cfg.cluster.max_resubmits}), last: {state}{self._log(name)}"
+            f"{self._cfg.cluster.max_resubmits}), last: {state}"
+            f"{'' if self.tasks else self._log(name)}"
         )
         if group in ELASTIC and others:
             logger.warning("%s; going on with %s", message, ", ".join(others))
@@ -229,6 +257,10 @@ class SlurmGroups(LocalGroups):
 
     # growth and end -----------------------------------------------------------------------
     async def _scale(self, group: str, n_workers: int) -> None:
+        if self.tasks:
+            raise RuntimeError(
+                "srun has started all tasks of this run; only cluster=slurm can grow"
+            )
         await super()._scale(group, n_workers)
         assert self._cluster is not None
         refused = {n: job.error for n, job in self._cluster.workers.items() if job.error}
