@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from slurm_driver import START_S, Driver
@@ -114,16 +115,39 @@ def test_a_run_that_is_warned_while_it_starts_leaves_at_once(
     until(lambda: driver.slurm.queue() == {}, "empty queue")
 
 
-def test_doctor_says_which_jobs_slurm_would_take(slurm: Slurm) -> None:
-    words = ["+experiment=sort_task", "engine=torch", "cluster=slurm", "cluster.partition=main"]
-    words += ["cluster.trainer.partition=nosuch", "cluster.rollout.gpus_per_worker=1"]
-    command = [sys.executable, "-m", "trinity_dask", "doctor", *words]
+def doctor(slurm: Slurm, *words: str) -> tuple[int, list[str]]:
+    command = [sys.executable, "-m", "trinity_dask", "doctor", "+experiment=sort_task"]
+    command += ["engine=torch", "cluster=slurm", *words]
     told = subprocess.run(command, env=slurm.env, capture_output=True, text=True, timeout=200)
-    assert told.returncode == 1, told.stderr
-    lines = told.stdout.splitlines()
+    assert told.stderr == ""
+    assert slurm.queue() == {}
+    return told.returncode, told.stdout.splitlines()
+
+
+def test_doctor_says_which_jobs_slurm_would_take(slurm: Slurm) -> None:
+    words = ["cluster.trainer.partition=nosuch", "cluster.rollout.gpus_per_worker=1"]
+    code, lines = doctor(slurm, "cluster.partition=main", *words)
+    assert code == 1
     [refused] = [line for line in lines if "is refused" in line]
     assert "a job of trainer" in refused
     assert "--partition=nosuch" in refused
     assert any("a job of rollout would be taken: --gres=gpu:1" in line for line in lines)
     assert any("partition closed: down" in line for line in lines)
-    assert slurm.queue() == {}
+
+
+def test_doctor_looks_from_two_nodes(slurm: Slurm, tmp_path: Path) -> None:
+    code, lines = doctor(slurm, f"checkpoint_root_dir={tmp_path}", "--wait", "60")
+    assert code == 0
+    for node in ("n0", "n1"):
+        assert any(line.startswith(f"ok       node {node} reaches this") for line in lines), lines
+        assert f"ok       node {node} has the same packages" in lines
+    for found in ("renamed files are seen", "O_EXCL", "flock", "n0 to n1: ", "clock of n1"):
+        assert any(line.startswith("ok ") and found in line for line in lines), found
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_doctor_says_when_no_node_was_free(slurm: Slurm) -> None:
+    code, lines = doctor(slurm, "cluster.partition=closed", "--wait", "2")
+    assert code == 0
+    [line] = [line for line in lines if "no node could be looked at" in line]
+    assert "ask again with --wait SECONDS" in line

@@ -42,7 +42,9 @@ def test_in_an_allocation_workers_are_steps_and_a_lost_one_is_started_again(
 
 
 def test_one_srun_is_driver_and_workers(drive: Callable[..., Driver]) -> None:
-    srun = ["srun", "--quiet", "--ntasks=4", "--kill-on-bad-exit=0"]
+    # of two components, as of a node without and one with GPUs: ranks are numbered through
+    salloc = ["salloc", "--quiet", "-n2", "-wn0", ":", "-n2", "-wn1"]
+    srun = [*salloc, "srun", "--quiet", "--het-group=0,1"]
     driver = drive("buffer.total_steps=8", "cluster.tls=true", within=srun, cluster="srun")
     assert driver.end() == 0, driver.output[-3000:]
     assert driver.step() == 8

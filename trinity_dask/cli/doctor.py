@@ -44,7 +44,7 @@ def main(args: Sequence[str]) -> int:
     flags = _parser().parse_intermixed_args(list(args))
     findings = [*packages(), *processor(), *gpus(), *network(), *disk(Path(flags.dir))]
     if flags.overrides:
-        findings += slurm(flags.overrides)
+        findings += slurm(flags.overrides, flags.wait)
     for finding in findings:
         print(f"{finding.level:8} {finding.text}")
     return 1 if any(finding.level == "missing" for finding in findings) else 0
@@ -58,10 +58,17 @@ def _parser() -> argparse.ArgumentParser:
         help="of a run with cluster=slurm: whether Slurm would take its jobs",
     )
     parser.add_argument("--dir", default=".", help="where job directories will be (default here)")
+    parser.add_argument(
+        "--wait",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="how long a free node is waited for, to look from there (default 30)",
+    )
     return parser
 
 
-def slurm(overrides: Sequence[str]) -> Iterator[Finding]:
+def slurm(overrides: Sequence[str], wait_s: float) -> Iterator[Finding]:
     """What Slurm says of the jobs of a run.
 
     Raises:
@@ -75,7 +82,7 @@ def slurm(overrides: Sequence[str]) -> Iterator[Finding]:
         )
     from trinity_dask.cluster.slurm.check import check
 
-    yield from (Finding(level, text) for level, text in check(config))
+    yield from (Finding(level, text) for level, text in check(config, wait_s))
 
 
 def packages() -> Iterator[Finding]:

@@ -1,6 +1,6 @@
 """Whether Slurm would take the jobs of a run, asked before any is submitted.
 
-Invariant: looks only; no job is left behind, and every finding that is not ok says what to do.
+Invariant: no job is left behind, and every finding that is not ok says what to do.
 """
 
 from __future__ import annotations
@@ -9,17 +9,16 @@ import re
 from collections.abc import Iterator
 
 from trinity_dask.cluster.slurm.jobs import job_options, resources
+from trinity_dask.cluster.slurm.nodes import MISSING, OK, WARNING, Line, look
 from trinity_dask.cluster.slurm.queue import SlurmError, ask
 from trinity_dask.cluster.specs import needed_workers
 from trinity_dask.config.schema import Config
 
-OK, WARNING, MISSING = "ok", "warning", "missing"
-Line = tuple[str, str]
 POLITE_S = 10  # for a worker to hand back its work and close its engine
 
 
-def check(cfg: Config) -> Iterator[Line]:
-    """Level and text of each finding."""
+def check(cfg: Config, wait_s: float) -> Iterator[Line]:
+    """Level and text of each finding; a node is waited for up to ``wait_s``."""
     try:
         yield OK, ask("sinfo", "--version").strip()
         yield from _partitions(cfg)
@@ -28,8 +27,10 @@ def check(cfg: Config) -> Iterator[Line]:
         yield MISSING, f"{error}; run this where sbatch works, or set SLURM_CONF"
         return
     groups = {group: 1 for group in needed_workers(cfg)}
-    for group in (*groups, "driver"):
-        yield _would_take(cfg, group)
+    taken = [_would_take(cfg, group) for group in (*groups, "driver")]
+    yield from taken
+    if all(level == OK for level, _ in taken):
+        yield from look(cfg, wait_s)
 
 
 def _partitions(cfg: Config) -> Iterator[Line]:

@@ -64,9 +64,8 @@ def check_tasks(cfg: Config) -> None:
             f"cluster=srun: start it by srun -n {needed} (the driver, {groups}), or use "
             "cluster=slurm, which starts the workers by itself"
         )
-    # the components of a heterogeneous step are counted apart
     started = int(os.environ.get("SLURM_STEP_NUM_TASKS", needed))
-    if "SLURM_HET_SIZE" not in os.environ and started != needed:
+    if started != needed:
         raise ConfigError(
             f"cluster=srun has {started} tasks and needs {needed}: srun -n {needed} (the driver, "
             f"{groups})"
@@ -83,8 +82,6 @@ def serve(cfg: Config, number: int) -> int:
         check_tasks(cfg)
     except ConfigError as error:  # which the driver says
         return error.exit_code
-    if number > len(roles(cfg)):  # of a heterogeneous step
-        return 0
     group, index = roles(cfg)[number - 1]
     place = meeting_place(cfg)
     deadline = time.monotonic() + cfg.cluster.start_timeout_s
