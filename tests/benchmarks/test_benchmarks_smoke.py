@@ -23,6 +23,14 @@ ROWS = {
         for style in ("fixed", "trainer_driven", "explorer_driven", "fully_async")
     ],
     "cpu_loading": [rf"\| {way} \| {NUMBER} \| {NUMBER} \|" for way in ("direct", "vLLM's reload")],
+    "dashboard": [
+        *(
+            rf"^\| {news}, {page} page \| {NUMBER}%"
+            for news in ("news", "no news")
+            for page in ["a", "no"]
+        ),
+        rf"^a step is on the page after {NUMBER} s",
+    ],
     "dispatch": [
         *(rf"^ +{runners}( +{NUMBER}){{7}}$" for runners in (1, 4, 16, 128)),
         r"^memory: .*'left_behind': 0",

@@ -29,7 +29,7 @@ class Heard:
         self.feeds.apply(event)
 
     def begin(self, run: str = "run", bound: float | None = None) -> None:
-        self.tell("stage", run, began=time.time(), name=run, mode="both", bound=bound)
+        self.tell("stage", run, anew=True, began=time.time(), name=run, mode="both", bound=bound)
 
     def step(self, step: int, run: str = "run", **values: float) -> None:
         metrics = {"actor/pg_loss": 1.0 / step, "rollout/reward/mean": 0.5, **values}
@@ -84,6 +84,30 @@ def test_a_step_is_one_small_message_however_long_the_run(heard: Heard) -> None:
     kinds = {type(event).__name__ for event in sent}
     assert kinds == {"ColumnsStreamedEvent"}
     assert len(source(doc, "0/loss/actor/pg_loss").data["x"]) == 1000
+
+
+def test_a_look_at_a_running_run_makes_no_model(heard: Heard) -> None:
+    """Bokeh looks at the whole page once more for each: a quarter of a second for three tables."""
+    heard.begin()
+
+    def half_a_second(number: int) -> None:
+        heard.step(number, **{f"{AGES}0": 1.0})
+        accounts = {"scheduled": number, "succeeded": number}
+        values = {"accounts": accounts, "in_flight": number, "failures": {"E": number}}
+        heard.tell("status", values=values)
+        heard.tell("engines", engines={"engine-0": {"state": "serving", "version": number}})
+        span = {"what": "wait", "start": 1.0, "seconds": 1.0, "who": "a", "awaited": "b"}
+        heard.tell("span", span=span)
+
+    half_a_second(1)
+    doc, update = opened(heard)
+    update()
+    before = {model.id for model in doc.models}
+    for number in range(2, 5):
+        half_a_second(number)
+        update()
+    assert {model.id for model in doc.models} == before
+    assert list(source(doc, "0/accounts").data["count"]) == [4, 4]
 
 
 def test_what_a_look_could_not_show_the_next_one_does(

@@ -129,16 +129,22 @@ class RunFeed:
         self.version += 1
 
     def _stage(self, event: Mapping[str, Any]) -> None:
-        """It begins, maybe again: then it is told anew what there was before."""
+        """It begins; what there was before is told after it, if this is the start of a telling."""
+        if event.get("anew"):
+            self._clear()
+        began = min(float(event["began"]), float(event["time"]))
+        self.started = min(self.started, began) if self.started else began
+        self.over = False
+        known = ("name", "mode", "job_dir", "bound", "bound_key")
+        self.facts |= {key: event.get(key) for key in known}
+
+    def _clear(self) -> None:
         for lines in (*self.curves.values(), self.load):
             for series in lines.values():
                 series.cut(-math.inf)
         for held in (self.ages, self.all_ages, self.spans, self.engines, self._incarnations):
             held.clear()
-        self.n_spans, self.over = 0, False
-        self.started = min(float(event["began"]), float(event["time"]))
-        known = ("name", "mode", "job_dir", "bound", "bound_key")
-        self.facts |= {key: event.get(key) for key in known}
+        self.n_spans, self.started = 0, 0.0
 
     def _metrics(self, role: str, incarnation: int, points: Sequence[Any]) -> None:
         if points and incarnation > self._incarnations.get(role, 0):
@@ -188,10 +194,20 @@ class RunFeed:
         self.n_spans += 1
 
 
-class Feeds:
-    """The feeds of all runs that were heard of, the oldest ended one leaving first."""
+# where the pages of a scheduler lead to; {} is the number of the feed
+LINKS = {
+    "configuration": "trinity/config/{}",
+    "workers and their logs": "info/main/workers.html",
+    "all runs as JSON": "trinity/api/runs",
+}
 
-    def __init__(self) -> None:
+
+class Feeds:
+    """The feeds of all runs that were heard of, the oldest ended one leaving first. ``links`` are
+    relative addresses by what is said of them; neither holds anything that a run has told."""
+
+    def __init__(self, links: Mapping[str, str] = LINKS) -> None:
+        self.links = dict(links)
         self.version = 0
         self._feeds: dict[tuple[str, str], RunFeed] = {}
         self._numbers = 0

@@ -84,7 +84,10 @@ class RunEvents:
         self.stage, self._path, self._status = stage, events_path(job_dir), {}
         worker = current_worker()
         address = None if worker is None else worker.address
-        self._tell(STAGE, job_dir=str(job_dir), worker=address, **facts)
+        began = {"job_dir": str(job_dir), "worker": address, **facts}
+        event = {**self._event(STAGE), **plain(began)}
+        self._send({**event, "anew": True})
+        self._keep(event)
         self._send({**self._event("config"), "config": config[: 1 << 18]})
 
     def earlier(self, events: Sequence[Event]) -> None:
@@ -97,9 +100,9 @@ class RunEvents:
 
     def metrics(self, role: str, step: int, incarnation: int, values: Mapping[str, float]) -> None:
         """Those of ``values`` that are drawn; the file of the metrics keeps them."""
-        shown = {k: v for k, v in values.items() if is_drawn(k) and math.isfinite(v)}
+        shown = {k: float(v) for k, v in values.items() if is_drawn(k) and math.isfinite(v)}
         if shown:
-            points = {"role": role, "incarnation": incarnation, "points": [[step, shown]]}
+            points = {"role": role, "incarnation": incarnation, "points": [[int(step), shown]]}
             self._send({**self._event(METRICS), **points})
 
     def status(self, values: Mapping[str, Any]) -> None:
@@ -191,31 +194,45 @@ def past_events(job_dir: str | Path, limit: int) -> list[Event]:
     if path.exists():
         lines, _ = read_lines(path)
         events += _points(merge(lines)[-limit:])
-    told = events_path(job_dir)
-    lines = [line for file in (told.with_suffix(".old.jsonl"), told) for line in _told(file)]
-    return [*events, *lines[-limit:]]
+    kept = (STATUS, ENGINES, SPAN)
+    told = [event for file in event_files(job_dir) for event in read_events(file)]
+    return [*events, *(event for event in told[-limit:] if event["kind"] in kept)]
+
+
+def event_files(job_dir: str | Path) -> list[Path]:
+    """Those there are, the older one first."""
+    path = events_path(job_dir)
+    return [file for file in (path.with_suffix(".old.jsonl"), path) if file.exists()]
 
 
 def _points(rows: Sequence[Mapping[str, Any]]) -> Iterator[Event]:
     """The drawn metrics of rows, some hundred steps of one role at a time."""
     for role in dict.fromkeys(row["role"] for row in rows):
-        points = []
-        for row in (row for row in rows if row["role"] == role):
-            values = {k: v for k, v in row.items() if k not in KEYS and is_drawn(k)}
-            shown = {k: v for k, v in values.items() if v is not None and math.isfinite(v)}
-            points.append([row["step"], shown])
+        points = [point_of(row) for row in rows if row["role"] == role]
         for first in range(0, len(points), AT_ONCE):
             some = points[first : first + AT_ONCE]
             yield {"kind": METRICS, "time": 0.0, "role": role, "incarnation": 0, "points": some}
 
 
-def _told(path: Path) -> Iterator[Event]:
-    if path.exists():
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for text in file:
-                try:
-                    event = json.loads(text)
-                except ValueError:  # a killed process leaves half a line
-                    continue
-                if isinstance(event, dict) and event.get("kind") in (STATUS, ENGINES, SPAN):
-                    yield event
+def point_of(line: Mapping[str, Any]) -> list[Any]:
+    """Of a line of the metrics: its step, and the metrics that are drawn."""
+    values = {k: v for k, v in line.items() if k not in KEYS and is_drawn(k)}
+    return [line["step"], {k: v for k, v in values.items() if v is not None and math.isfinite(v)}]
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """The events of one file, in order; what cannot be read is left out."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for text in file:
+            try:
+                yield decode_event(text)
+            except ValueError:  # a killed process leaves half a line
+                continue
+
+
+def decode_event(text: str | bytes) -> Event:
+    """One line of the file. Raises ValueError: it is no event."""
+    event = json.loads(text)
+    if not isinstance(event, dict) or not {"kind", "time"} <= event.keys():
+        raise ValueError(f"not an event: {text[:80]!r}")
+    return event

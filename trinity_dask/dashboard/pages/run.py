@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 from bokeh.layouts import row
 from bokeh.models import (
-    AllIndices,
     Column,
     ColumnDataSource,
     DataTable,
@@ -27,7 +26,7 @@ from trinity_dask.dashboard.pages.plots import Ages, Lines, Timeline
 from trinity_dask.launcher.accounts import errors_of
 from trinity_dask.monitor.curves import CURVES
 
-ROW_PX, MAX_TABLE_PX = 26, 420
+ROW_PX, MAX_TABLE_PX = 26, 520
 SINCE_START = "s since the start"
 BAR = 30  # characters
 
@@ -42,17 +41,16 @@ class Part(Protocol):
 class Head:
     """State, progress, the last message, where the job is; and the links."""
 
-    def __init__(self, feed: RunFeed) -> None:
+    def __init__(self, feed: RunFeed, links: Mapping[str, str]) -> None:
         self._feed = feed
         self.text = PreText(name=f"{feed.number}/head", text="", sizing_mode="stretch_width")
         self.text.html_attributes = {"role": "status", "aria-live": "polite"}
         # nothing of the run is in this one: it is HTML
         links = Div(
             name=f"{feed.number}/links",
-            text=(
-                f'<a href="trinity/config/{feed.number:d}">configuration</a> · '
-                '<a href="info/main/workers.html">workers and their logs</a> · '
-                '<a href="trinity/api/runs">all runs as JSON</a>'
+            text=" · ".join(
+                f'<a href="{address.format(feed.number)}">{label}</a>'
+                for label, address in links.items()
             ),
             disable_math=True,
         )
@@ -126,8 +124,9 @@ class Table:
         if rows == self._shown:
             return
         self.source.data = rows
-        # a table whose number of rows stays is drawn again only when its view has changed
-        self._table.view.filter = AllIndices()
+        # a table whose number of rows stays is drawn again only when its view has changed; in a
+        # property that costs nothing: with a new model Bokeh looks at the whole page once more
+        self._table.view.tags = [not any(self._table.view.tags)]
         n = len(next(iter(rows.values())))
         height = min((n + 2) * ROW_PX, MAX_TABLE_PX)
         if self._table.height != height:
@@ -169,11 +168,11 @@ def failures_table(feed: RunFeed) -> Table:
 
 def engines_table(feed: RunFeed) -> Table:
     titles = {
-        "engine": ("engine or runner", None),
+        "engine": ("engine", None),
         "state": ("state", None),
-        "version": ("weights of version", None),
+        "version": ("version", None),
         "tokens_per_s": ("tokens/s", "0,0.0"),
-        "busy": ("share of lanes at work", "0%"),
+        "busy": ("busy", "0%"),
         "restarts": ("restarts", "0"),
     }
 
@@ -191,17 +190,22 @@ def engines_table(feed: RunFeed) -> Table:
         )
         for key, (title, form) in titles.items()
     }
-    return Table(f"{feed.number}/engines", "Engines", columns, rows)
+    return Table(
+        f"{feed.number}/engines",
+        "Engines and runners: weights, tokens/s, share of lanes at work",
+        columns,
+        rows,
+    )
 
 
 def _number(form: str) -> NumberFormatter:
     return NumberFormatter(format=form, nan_format="-", text_align="right")
 
 
-def parts_of(feed: RunFeed) -> dict[str, Callable[[], Part]]:
+def parts_of(feed: RunFeed, links: Mapping[str, str]) -> dict[str, Callable[[], Part]]:
     """How to make each part, by its name."""
     found: dict[str, Callable[[], Part]] = {
-        "head": lambda: Head(feed),
+        "head": lambda: Head(feed, links),
         "accounts": lambda: accounts_table(feed),
         "engines": lambda: engines_table(feed),
         "failures": lambda: failures_table(feed),
@@ -230,10 +234,10 @@ TABLES = ("accounts", "engines", "failures")
 class RunView:
     """The parts of one feed in a column; all of them, or those named."""
 
-    def __init__(self, feed: RunFeed, only: tuple[str, ...] = ()) -> None:
+    def __init__(self, feed: RunFeed, links: Mapping[str, str], only: tuple[str, ...] = ()) -> None:
         self._feed, self._seen = feed, -1
         self._figures: Column | None = None
-        makers = parts_of(feed)
+        makers = parts_of(feed, links)
         self.parts = {name: makers[name]() for name in only or makers}
         roots: dict[str, UIElement] = {name: part.root for name, part in self.parts.items()}
         if only:

@@ -76,7 +76,7 @@ class Site:
     def _view(self, feed: RunFeed) -> RunView:
         """Made when it is first looked at."""
         if feed not in self._views:
-            view = self._views[feed] = RunView(feed, self._only)
+            view = self._views[feed] = RunView(feed, self._feeds.links, self._only)
             self._frames[feed].children = [view.root]
         return self._views[feed]
 
@@ -101,7 +101,7 @@ def page(
 
 def _titles() -> dict[str, str]:
     """The parts that have a page of their own: their names, and how a list calls them."""
-    names = [name for name in parts_of(RunFeed("", "", 0)) if name != "head"]
+    names = [name for name in parts_of(RunFeed("", "", 0), {}) if name != "head"]
     return {name: f"Individual Trinity {name.replace('-', ' ').title()}" for name in names}
 
 
