@@ -112,10 +112,10 @@ def test_a_real_run_is_seen_while_it_runs_and_as_it_ended(page: Any, tmp_path: P
     words = ["+experiment=sort_digits_tiny", "engine=torch", f"checkpoint_root_dir={tmp_path}"]
     more = ["stages.1.trainer.total_steps=30", "stages.1.buffer.total_steps=30"]
     with Run(load_config(*words, *more, "monitor.sinks=[jsonl]", "monitor.curves=false")) as run:
-        while run.dashboard_link is None and run.state in ("starting", "running"):
+        while run.page_link is None and run.state in ("starting", "running"):
             run.wait_for_change(run.status["version"], 1.0)
-        assert run.dashboard_link is not None, run.status
-        address = run.dashboard_link.replace("/status", "/trinity")
+        address = run.page_link
+        assert address is not None, run.status
         page.goto(address)
         number = number_of(address, run.run_id)
         # the first stage trains only, the second one is the one that is looked for

@@ -281,3 +281,12 @@ def test_a_lost_control_worker_is_seen_and_its_return_too(tmp_path: Path) -> Non
     assert only(run.feeds).state == "lost"
     run.status({"step": 1})
     assert only(run.feeds).state == "running"
+
+
+def test_what_comes_late_is_put_in_its_place() -> None:
+    series = Series()
+    for x in (0.0, 4.0, 2.0, 6.0, 2.0):
+        series.add(x, 10 * x)
+    assert series.x == [0.0, 2.0, 2.0, 4.0, 6.0]
+    assert series.y == [0.0, 20.0, 20.0, 40.0, 60.0]
+    assert series.epoch == 2  # a page that has drawn it draws all of it once more

@@ -212,7 +212,7 @@ def test_a_scheduler_that_does_not_know_us_fails_no_run(
 ) -> None:
     monkeypatch.setattr(plugin, "DashboardPlugin", lambda origins: Unknown())
     with caplog.at_level(logging.WARNING, "trinity_dask.dashboard"):
-        plugin.join(client)
+        assert plugin.join(client) is False
     assert "cannot show the page /trinity" in caplog.text
     assert "No module named 'trinity_dask'" in caplog.text
 

@@ -148,3 +148,15 @@ def test_without_a_trainer_the_explorers_steps_are_lines():
             progress.update({**alone, "explorer_step": step})
     lines = stream.getvalue().splitlines()
     assert [f"explorer step {n}" in line for n, line in enumerate(lines, 1)] == [True] * 3
+
+
+def test_the_dashboard_is_named_once_when_it_is_there():
+    stream = io.StringIO()
+    progress = Progress("plain", stream)
+    status = {"state": "starting", "message": "starting the cluster"}
+    progress.update({**status, "dashboard": None})
+    link = "http://127.0.0.1:8787/trinity"
+    for step in (1, 2):
+        progress.update({**status, "dashboard": link, "step": step})
+    assert stream.getvalue().count(f"dashboard: {link}\n") == 1
+    assert link in show({**status, "dashboard": link})

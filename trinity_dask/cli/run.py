@@ -279,7 +279,7 @@ def follow(run: Run) -> int:
             status = run.status
             while status["state"] not in EXIT_CODES and interrupts.count < 2:
                 status = run.wait_for_change(int(status["version"]), REFRESH_S)
-                progress.update({**status, "dashboard": run.dashboard_link})
+                progress.update({**status, "dashboard": run.page_link})
         run.close(*([0.0] if interrupts.count > 1 else []))
     finally:
         for number, handler in before.items():

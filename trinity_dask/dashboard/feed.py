@@ -8,6 +8,7 @@ a page that has seen it has nothing to do. Plain data: no Dask, no Bokeh, no fil
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Optional
@@ -28,8 +29,8 @@ LOAD = ("in_flight", "queue_rows", "queue_batches")
 
 
 class Series:
-    """Points of one line, logged by ``role``. ``epoch`` changes whenever earlier points do: as
-    long as it stays, what a reader has not seen are the last points."""
+    """Points of one line in order, logged by ``role``. ``epoch`` changes whenever earlier points
+    do: as long as it stays, what a reader has not seen are the last points."""
 
     def __init__(self, role: str = "") -> None:
         self.role = role
@@ -38,8 +39,14 @@ class Series:
         self.epoch = 0
 
     def add(self, x: float, y: float) -> None:
-        self.x.append(x)
-        self.y.append(y)
+        if self.x and x < self.x[-1]:  # an evaluation that took longer than a later one
+            place = bisect_right(self.x, x)
+            self._replace(
+                [*self.x[:place], x, *self.x[place:]], [*self.y[:place], y, *self.y[place:]]
+            )
+        else:
+            self.x.append(x)
+            self.y.append(y)
         if len(self.x) > MAX_POINTS:
             self._thin()
 

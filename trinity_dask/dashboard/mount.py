@@ -18,7 +18,8 @@ from distributed.http.scheduler.info import IndividualPlots
 from distributed.http.utils import get_handlers
 
 from trinity_dask.cluster.specs import DASHBOARD_ORIGINS
-from trinity_dask.dashboard.pages.site import INDIVIDUAL, PAGE, PAGES
+from trinity_dask.dashboard.pages.site import INDIVIDUAL, PAGES
+from trinity_dask.dashboard.plugin import PAGE
 
 
 class Plots(IndividualPlots):

@@ -22,8 +22,8 @@ from tornado.ioloop import PeriodicCallback
 from tornado.web import StaticFileHandler
 
 from trinity_dask.dashboard.feed import Feeds, RunFeed
-from trinity_dask.dashboard.pages.site import INDIVIDUAL, PAGE, PAGES
-from trinity_dask.dashboard.plugin import NAME
+from trinity_dask.dashboard.pages.site import INDIVIDUAL, PAGES
+from trinity_dask.dashboard.plugin import NAME, PAGE
 from trinity_dask.monitor.events import METRICS, decode_event, event_files, point_of
 from trinity_dask.monitor.history import decode_line, metrics_path
 

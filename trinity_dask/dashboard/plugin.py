@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("trinity_dask.dashboard")
 
 NAME = "trinity-dashboard"
+PAGE = "trinity"
 
 
 def feeds_of(scheduler: Any) -> Feeds:
@@ -65,11 +66,12 @@ class DashboardPlugin(SchedulerPlugin):
             self._feeds.lost(run)
 
 
-def join(client: Client, origins: Sequence[str] = ()) -> None:
-    """Put the page into the dashboard of the client's scheduler, unless it is there already; one
-    that has no trinity_dask stays without."""
+def join(client: Client, origins: Sequence[str] = ()) -> bool:
+    """Put the page into the dashboard of the client's scheduler, unless it is there already.
+    False: the scheduler has no trinity_dask, and stays without."""
     try:
         client.register_plugin(DashboardPlugin(origins))
+        return True
     except Exception as error:  # whatever a foreign scheduler says: the run needs no page
         log.warning(
             "the scheduler at %s cannot show the page /trinity (%s: %s); the run goes on without",
@@ -77,3 +79,9 @@ def join(client: Client, origins: Sequence[str] = ()) -> None:
             type(error).__name__,
             error,
         )
+        return False
+
+
+def page_of(link: str) -> str:
+    """The address of the page, by that of a dashboard."""
+    return f"{link.removesuffix('/').removesuffix('/status')}/{PAGE}"

@@ -57,6 +57,7 @@ class Progress:
         self._mode = mode
         self._live: Live | None = None
         self._last_mark: tuple[Any, ...] | None = None
+        self._dashboard: Any = None  # as it was last printed
 
     def update(self, status: Status) -> None:
         """Show ``status``; call it as often as there is news."""
@@ -75,6 +76,10 @@ class Progress:
             self._live = None
 
     def _print(self, status: Status) -> None:
+        link = status.get("dashboard")
+        if link and link != self._dashboard:
+            self._dashboard = link
+            self._console.print(f"dashboard: {link}", markup=False, soft_wrap=True)
         # `version` also counts changes of in-flight numbers: too many lines
         keys = ["state", "stage", "step", "message", "failures"]
         if status.get("mode") == "explore":  # no trainer here whose steps would be lines
@@ -117,6 +122,8 @@ def panel(status: Status) -> Group:
     counters = [(name, counts_text(status[name])) for name in names if status.get(name)]
     for name, value in [*figures(status), *counters]:
         grid.add_row(Text(name, style="dim"), Text(value))
+    if status.get("dashboard"):
+        grid.add_row(Text("dashboard", style="dim"), Text(str(status["dashboard"])))
     rows: list[Any] = [title, bar_line, grid]
     if status.get("runners"):
         rows.append(runner_table(status["runners"]))

@@ -82,6 +82,7 @@ class Run:
         self._handle: Optional[ActorHandle] = None
         self._announced: Optional[Client] = None  # the client of this run's entry
         self._owner = True
+        self._has_page = False
         self._relaunches = 0
         self._status: dict[str, Any] = {"state": "starting", "version": 0, "message": ""}
         self._thread: Optional[threading.Thread] = None
@@ -159,6 +160,12 @@ class Run:
     @property
     def dashboard_link(self) -> Optional[str]:
         return self._cluster.dashboard_link if self._cluster is not None else None
+
+    @property
+    def page_link(self) -> Optional[str]:
+        """Of the page that shows this run, in the dashboard; None where there is none."""
+        link = self.dashboard_link
+        return dashboard.page_of(link) if link is not None and self._has_page else None
 
     def scale(self, group: str, n_workers: int) -> None:
         """Have ``n_workers`` rollout (or runner) workers from now on, in a cluster that this
@@ -260,7 +267,7 @@ class Run:
             self.cfg, self._given_client, self._announce, self.run_id, watch
         )
         self._client = self._cluster.client
-        dashboard.join(self._client, self.cfg.cluster.dashboard_origins)
+        self._has_page = dashboard.join(self._client, self.cfg.cluster.dashboard_origins)
 
     def _announce(self, client: Client) -> None:
         """Enter this run on a cluster that is not its own, before it takes any worker."""

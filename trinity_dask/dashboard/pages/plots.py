@@ -59,7 +59,7 @@ def base_figure(name: str, title: str, x: str, y: str, **more: Any) -> figure:
 def _legend(**more: Any) -> Legend:
     """One that lets the lines under it be seen."""
     look = {"location": "top_left", "background_fill_alpha": 0.6, "border_line_alpha": 0.0}
-    size = {"label_text_font_size": "8pt", "padding": 2, "spacing": 0, "glyph_height": 14}
+    size = {"label_text_font_size": "8pt", "padding": 2, "spacing": 5, "glyph_height": 14}
     return Legend(**{**look, **size, **more})
 
 

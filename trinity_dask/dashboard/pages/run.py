@@ -7,6 +7,7 @@ shows has no such part on its page.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 from bokeh.layouts import row
@@ -24,7 +25,7 @@ from bokeh.models.widgets.tables import NumberFormatter
 from trinity_dask.dashboard.feed import RunFeed
 from trinity_dask.dashboard.pages.plots import Ages, Lines, Timeline
 from trinity_dask.launcher.accounts import errors_of
-from trinity_dask.monitor.curves import CURVES
+from trinity_dask.monitor.curves import CURVES, Curve
 
 ROW_PX, MAX_TABLE_PX = 26, 520
 SINCE_START = "s since the start"
@@ -192,7 +193,7 @@ def engines_table(feed: RunFeed) -> Table:
     }
     return Table(
         f"{feed.number}/engines",
-        "Engines and runners: weights, tokens/s, share of lanes at work",
+        "Engines",
         columns,
         rows,
     )
@@ -210,22 +211,34 @@ def parts_of(feed: RunFeed, links: Mapping[str, str]) -> dict[str, Callable[[], 
         "engines": lambda: engines_table(feed),
         "failures": lambda: failures_table(feed),
     }
-    for curve in CURVES:
-        lines = feed.curves[curve.name]
-        name = f"{feed.number}/{curve.name}"
-        arguments = (name, curve.title, "step", curve.unit, lines, curve.logarithmic)
-        found[curve.name] = lambda arguments=arguments: Lines(*arguments)  # type: ignore[misc]
-    flight = {"sub-tasks in flight": feed.load["in_flight"]}
-    found["in-flight"] = lambda: Lines(
-        f"{feed.number}/in-flight", "Sub-tasks in flight", SINCE_START, "sub-tasks", flight
-    )
-    queue = {"rows": feed.load["queue_rows"], "batches": feed.load["queue_batches"]}
-    found["queue"] = lambda: Lines(
-        f"{feed.number}/queue", "Committed and not yet trained", SINCE_START, "rows, batches", queue
-    )
+    after = [curve.name for curve in CURVES].index("gap") + 1  # what belongs to learning is first
+    for curve in CURVES[:after]:
+        found[curve.name] = partial(_curve, feed, curve)
     found["staleness"] = lambda: Ages(feed)
     found["sync"] = lambda: Timeline(feed)
+    found["in-flight"] = lambda: _load(
+        feed, "in-flight", "Sub-tasks in flight", "sub-tasks", {"sub-tasks": "in_flight"}
+    )
+    found["queue"] = lambda: _load(
+        feed,
+        "queue",
+        "Committed and not yet trained",
+        "rows, batches",
+        {"rows": "queue_rows", "batches": "queue_batches"},
+    )
+    for curve in CURVES[after:]:
+        found[curve.name] = partial(_curve, feed, curve)
     return found
+
+
+def _curve(feed: RunFeed, curve: Curve) -> Lines:
+    name, lines = f"{feed.number}/{curve.name}", feed.curves[curve.name]
+    return Lines(name, curve.title, "step", curve.unit, lines, curve.logarithmic)
+
+
+def _load(feed: RunFeed, name: str, title: str, unit: str, keys: Mapping[str, str]) -> Lines:
+    lines = {label: feed.load[key] for label, key in keys.items()}
+    return Lines(f"{feed.number}/{name}", title, SINCE_START, unit, lines)
 
 
 TABLES = ("accounts", "engines", "failures")

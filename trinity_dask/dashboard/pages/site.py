@@ -16,9 +16,8 @@ from distributed.dashboard.components.scheduler import BOKEH_THEME, env
 from trinity_dask.dashboard.feed import Feeds, RunFeed
 from trinity_dask.dashboard.pages.plots import harmless
 from trinity_dask.dashboard.pages.run import RunView, parts_of
-from trinity_dask.dashboard.plugin import feeds_of
+from trinity_dask.dashboard.plugin import PAGE, feeds_of
 
-PAGE = "trinity"
 PERIOD_MS = 500
 NOTHING = (
     "No run has told anything yet. A run shows up here when it has joined this scheduler, and "
