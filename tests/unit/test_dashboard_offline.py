@@ -18,6 +18,7 @@ from trinity_dask.config.schema import MonitorConfig
 from trinity_dask.dashboard import offline
 from trinity_dask.dashboard.feed import Feeds, RunFeed
 from trinity_dask.dashboard.offline import JobReader, application
+from trinity_dask.dashboard.routes import log_files
 from trinity_dask.monitor import events as events_module
 from trinity_dask.monitor.curves import AGES
 from trinity_dask.monitor.events import RunEvents, events_path
@@ -162,6 +163,18 @@ def test_the_pages_are_served_and_follow_the_job(
         app.start()
         client, address = AsyncHTTPClient(), f"http://127.0.0.1:{sockets[0].getsockname()[1]}/job"
         try:
+            log = tmp_path / "log" / "control-0.log"
+            log.parent.mkdir()
+            log.write_text("x" * 70_000 + "\n" + "<b>the last line</b>\n")
+            (tmp_path / "log" / "secret.txt").write_text("no log")
+            found = await client.fetch(f"{address}/trinity/logs/0/control-0")
+            assert found.body.decode() == "==> control-0.log <==\n<b>the last line</b>\n"
+            assert found.headers["Content-Type"].startswith("text/plain")
+            assert found.headers["X-Content-Type-Options"] == "nosniff"
+            assert b"no log" not in (await client.fetch(f"{address}/trinity/logs/0")).body
+            for path in ("logs/0/secret", "logs/0/..%2fconfig", "logs/7", "config/7"):
+                answer = await client.fetch(f"{address}/trinity/{path}", raise_error=False)
+                assert answer.code == 404
             for path in ("trinity", "individual-trinity-loss", "statics/css/base.css"):
                 assert (await client.fetch(f"{address}/{path}")).code == 200
             job.events.status({"state": "done", "step": 2})  # told at once: its state is news
@@ -177,3 +190,23 @@ def test_the_pages_are_served_and_follow_the_job(
 
     (run,) = asyncio.run(go())
     assert run["status"]["step"] == 2
+
+
+@pytest.mark.parametrize(
+    ("stage", "directory", "wanted"),
+    [
+        ("", "job", ["job.log"]),
+        ("grpo", "job/grpo", ["job.log"]),
+        ("", "job/other", []),  # nothing says that what lies above belongs to it
+        ("grpo", "job/other", []),
+        ("", None, []),
+    ],
+)
+def test_only_logs_of_the_job_are_shown(
+    tmp_path: Path, stage: str, directory: str | None, wanted: list[str]
+) -> None:
+    (tmp_path / "job" / "log").mkdir(parents=True)
+    (tmp_path / "job" / "log" / "job.log").write_text("")
+    feed = RunFeed("run", stage, 0)
+    feed.facts["job_dir"] = directory and str(tmp_path / directory)
+    assert [file.name for file in log_files(feed)] == wanted

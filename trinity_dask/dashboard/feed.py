@@ -204,7 +204,8 @@ class RunFeed:
 # where the pages of a scheduler lead to; {} is the number of the feed
 LINKS = {
     "configuration": "trinity/config/{}",
-    "workers and their logs": "info/main/workers.html",
+    "logs": "trinity/logs/{}",
+    "workers": "info/main/workers.html",
     "all runs as JSON": "trinity/api/runs",
 }
 

@@ -21,6 +21,7 @@ from distributed.http.utils import get_handlers
 from tornado.ioloop import PeriodicCallback
 from tornado.web import StaticFileHandler
 
+from trinity_dask.dashboard import feed
 from trinity_dask.dashboard.feed import Feeds, RunFeed
 from trinity_dask.dashboard.pages.site import INDIVIDUAL, PAGES
 from trinity_dask.dashboard.plugin import NAME, PAGE
@@ -30,7 +31,7 @@ from trinity_dask.monitor.history import decode_line, metrics_path
 LOOK_MS = 1000
 MAX_LOOK_BYTES = 4 << 20
 MAX_LINE_BYTES = 1 << 20
-LINKS = {"configuration": "trinity/config/{}", "all runs as JSON": "trinity/api/runs"}
+LINKS = {name: there for name, there in feed.LINKS.items() if there.startswith(f"{PAGE}/")}
 
 
 class JobReader:

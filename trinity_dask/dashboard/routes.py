@@ -1,18 +1,23 @@
-"""What the pages link to: a run's configuration as text, and what is known of all runs as JSON.
+"""What the pages link to: a run's configuration and the ends of its logs as text, and what is known
+of all runs as JSON.
 
-Invariant: everything is read from the feeds, and sent as plain text or JSON that no browser takes
-for a page.
+Invariant: what is sent comes from the feeds, or is a ``.log`` file of a job that one of them names;
+it is plain text or JSON, which no browser takes for a page.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-from typing import Any
+from pathlib import Path
+from typing import Any, Optional
 
 from distributed.http.utils import RequestHandler
 
-from trinity_dask.dashboard.feed import summary
+from trinity_dask.dashboard.feed import RunFeed, summary
 from trinity_dask.dashboard.plugin import feeds_of
+
+TAIL_BYTES = 64 << 10
 
 
 class Plain(RequestHandler):
@@ -24,6 +29,17 @@ class Plain(RequestHandler):
         self.set_header("Content-Security-Policy", "default-src 'none'; frame-ancestors 'self'")
         self.set_header("Cache-Control", "no-store")
         self.write(text)
+
+    def feed(self, number: str) -> Optional[RunFeed]:
+        """The feed of this number; without one the answer is given already."""
+        found = feeds_of(self.server).get(int(number))
+        if found is None:
+            self.missing(f"there is no run of number {number} any more")
+        return found
+
+    def missing(self, why: str) -> None:
+        self.set_status(404)
+        self.send(why, "text/plain")
 
 
 class Runs(Plain):
@@ -37,15 +53,54 @@ class Configuration(Plain):
     """``trinity/config/<number>``: the resolved configuration of a stage, without secrets."""
 
     def get(self, number: str) -> None:
-        feed = feeds_of(self.server).get(int(number))
+        feed = self.feed(number)
+        if feed is not None:
+            self.send(feed.config, "text/plain")
+
+
+class Logs(Plain):
+    """``trinity/logs/<number>``: the last lines of every log of a run, where this process sees its
+    directory; ``trinity/logs/<number>/<name>``: the end of one."""
+
+    async def get(self, number: str, name: Optional[str] = None) -> None:
+        feed = self.feed(number)
         if feed is None:
-            self.set_status(404)
-            self.send(f"there is no run of number {number} any more", "text/plain")
             return
-        self.send(feed.config, "text/plain")
+        files = await asyncio.to_thread(log_files, feed)
+        if name is not None:
+            files = [file for file in files if file.stem == name]
+        if not files:
+            self.missing(f"no log of {feed.facts.get('job_dir')} can be seen from here")
+            return
+        size = TAIL_BYTES // len(files)
+        ends = await asyncio.to_thread(lambda: [tail(file, size) for file in files])
+        parts = [f"==> {file.name} <==\n{end}" for file, end in zip(files, ends, strict=True)]
+        self.send("\n".join(parts), "text/plain")
+
+
+def log_files(feed: RunFeed) -> list[Path]:
+    """Those of the job. The directory of a stage lies in the job's, and only then is another
+    directory looked into than the one that is named."""
+    job_dir = Path(str(feed.facts.get("job_dir") or "."))
+    is_stage = bool(feed.stage) and job_dir.name == feed.stage
+    place = (job_dir.parent if is_stage else job_dir) / "log"
+    return sorted(place.glob("*.log")) if feed.facts.get("job_dir") else []
+
+
+def tail(path: Path, size: int) -> str:
+    """The last whole lines in about ``size`` bytes of a file."""
+    with path.open("rb") as file:
+        end = file.seek(0, 2)
+        file.seek(max(end - size, 0))
+        data = file.read(size)
+    if end > size:
+        data = data[data.find(b"\n") + 1 :]
+    return data.decode(errors="replace")
 
 
 routes: list[tuple[str, type, dict[str, Any]]] = [
     (r"trinity/api/runs", Runs, {}),
     (r"trinity/config/(\d{1,9})", Configuration, {}),
+    (r"trinity/logs/(\d{1,9})", Logs, {}),
+    (r"trinity/logs/(\d{1,9})/([\w.-]{1,100})", Logs, {}),
 ]
