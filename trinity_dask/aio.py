@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from contextlib import suppress
 from typing import Any, Optional, TypeVar
@@ -16,6 +17,22 @@ from typing import Any, Optional, TypeVar
 log = logging.getLogger("trinity_dask.aio")
 
 T = TypeVar("T")
+TOLD_S = 0.005  # a shorter wait is none
+
+
+class Spans:
+    """Tells ``listeners`` of waits and other times that have ended, whoever looks at them."""
+
+    def __init__(self) -> None:
+        self.listeners: list[Callable[[dict[str, Any]], object]] = []
+
+    def tell(self, what: str, started: float, **facts: Any) -> None:
+        """``what`` took from ``started`` (Unix time in seconds) until now. A wait says ``who`` has
+        ``awaited`` what."""
+        seconds = time.time() - started
+        if what != "wait" or seconds >= TOLD_S:
+            for listener in self.listeners:
+                listener({"what": what, "start": started, "seconds": seconds, **facts})
 
 
 class Changes:

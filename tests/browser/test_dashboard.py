@@ -143,6 +143,8 @@ def test_a_real_run_is_seen_while_it_runs_and_as_it_ended(page: Any, tmp_path: P
         assert {"weights to explorer"} <= set(spans["who"])
         moved = [i for i, kind in enumerate(spans["kind"]) if kind == "weights"]
         assert all(spans["mb"][i] > 0 and spans["floor"][i] > 0 for i in moved)
+        waits = data(page, f"{number}/waits", lambda found: found["who"] != [])
+        assert {"trainer"} <= set(waits["who"]) | set(spans["who"])
         ages = data(page, f"{number}/staleness", lambda found: found["age"] != [])
         assert sum(ages["all"]) == pytest.approx(1.0)
         head = data(page, f"{number}/head", lambda text: "done" in text)

@@ -290,3 +290,18 @@ def test_what_comes_late_is_put_in_its_place() -> None:
     assert series.x == [0.0, 2.0, 2.0, 4.0, 6.0]
     assert series.y == [0.0, 20.0, 20.0, 40.0, 60.0]
     assert series.epoch == 2  # a page that has drawn it draws all of it once more
+
+
+def test_waits_are_summed_by_who_and_for_what(tmp_path: Path) -> None:
+    run = told(tmp_path)
+    for step in (1, 2, 30):
+        who = f"explorer 'main' at step {step}"
+        wait = {"what": "wait", "start": 1.0, "who": who, "awaited": f"batch {step}"}
+        run.span({**wait, "seconds": 0.5})
+    run.span({"what": "wait", "start": 1.0, "seconds": 2.0, "who": "trainer", "awaited": "rows"})
+    run.span({"what": "transfer", "start": 1.0, "seconds": 9.0, "who": "explorer 'main'"})
+    feed = only(run.feeds)
+    assert feed.waited == {("main", "batch …"): (3, 1.5), ("trainer", "rows"): (1, 2.0)}
+    for number in range(100):
+        run.span({"what": "wait", "start": 1.0, "seconds": 1.0, "who": "x" * number, "awaited": ""})
+    assert len(feed.waited) == feeds_module.MAX_WAITS

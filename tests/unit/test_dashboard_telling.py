@@ -13,7 +13,9 @@ import pytest
 from distributed import Client
 from distributed.diagnostics.plugin import SchedulerPlugin
 
-from trinity_dask.config.schema import Config, SynchronizerConfig
+from trinity_dask.aio import TOLD_S
+from trinity_dask.buffer.experience_buffer import ExperienceBuffer
+from trinity_dask.config.schema import Config, ExperienceBufferConfig, SynchronizerConfig
 from trinity_dask.dashboard import plugin
 from trinity_dask.dashboard.plugin import DashboardPlugin
 from trinity_dask.experience import Experience
@@ -143,7 +145,7 @@ def test_a_wait_of_one_side_is_told_when_it_has_ended(tmp_path: Path) -> None:
 
     async def go() -> None:
         sync = Synchronizer(SynchronizerConfig(), str(tmp_path), "run")
-        sync.listeners.append(told.append)
+        sync.spans.listeners.append(told.append)
         ready = asyncio.Event()
 
         async def soon() -> None:
@@ -163,6 +165,30 @@ def test_a_wait_of_one_side_is_told_when_it_has_ended(tmp_path: Path) -> None:
         ("wait", "trainer at step 3", "the explorer to come")
     ]
     assert told[0]["seconds"] >= 0.04
+
+
+def test_a_batch_that_waited_for_room_says_so(tmp_path: Path) -> None:
+    told = list[dict[str, Any]]()
+
+    async def go() -> None:
+        buffer = ExperienceBuffer(
+            ExperienceBufferConfig(path=str(tmp_path), capacity_batches=1, max_read_timeout_s=60.0)
+        )
+        await buffer.prepare()
+        buffer.spans.listeners.append(told.append)
+        meta = {"explorer": "main", "step": 1}
+        await buffer.commit("1", rows([[0]]), meta)
+        second = asyncio.create_task(buffer.commit("2", rows([[0]]), meta))
+        while not buffer.writes_blocked:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(2 * TOLD_S)
+        lease = await buffer.lease(1, 10.0)
+        assert lease is not None
+        await buffer.ack(lease.lease_id)
+        await second
+
+    asyncio.run(go())
+    assert [(t["who"], t["awaited"]) for t in told] == [("explorer 'main'", "room in the buffer")]
 
 
 @pytest.mark.parametrize(

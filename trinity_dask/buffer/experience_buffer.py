@@ -16,7 +16,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from trinity_dask.aio import Changes
+from trinity_dask.aio import Changes, Spans
 from trinity_dask.buffer.errors import EndOfData, StoreError
 from trinity_dask.buffer.queue.lease_queue import Lease, LeaseQueue
 from trinity_dask.buffer.queue.replay_queue import PRIORITY_FNS, ReplayQueue
@@ -66,6 +66,7 @@ class ExperienceBuffer:
         self._changed = Changes()
         self._reserving = 0
         self._moves = 0  # leases that were given or ended
+        self.spans = Spans()  # waits for room
 
     def _new_queue(self) -> LeaseQueue | ReplayQueue:
         replay = self._cfg.replay_buffer
@@ -164,6 +165,7 @@ class ExperienceBuffer:
         if batch_id in self._manifests:
             return self._manifests[batch_id]
         self._reserving += 1
+        started = time.time()
         try:
             timeout_s, free, moves = self._cfg.max_read_timeout_s, False, -1
             while not free and moves != self._moves:  # each move begins the time anew
@@ -177,6 +179,8 @@ class ExperienceBuffer:
                 f"{self._queue.unfinished_batches} batches are not trained yet "
                 f"(capacity_batches={self._cfg.capacity_batches}). Is the trainer alive?"
             )
+        who = f"explorer {meta.get('explorer', '')!r}"
+        self.spans.tell("wait", started, who=who, awaited="room in the buffer")
         self._committing.add(batch_id)
         try:
             index = await asyncio.to_thread(RowIndex.of, table)

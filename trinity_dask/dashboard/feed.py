@@ -8,6 +8,7 @@ a page that has seen it has nothing to do. Plain data: no Dask, no Bokeh, no fil
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ MAX_SERIES = 8  # of a curve
 MAX_AGES = 64
 MAX_STEPS = 200  # whose ages are kept
 MAX_SPANS = 500
+MAX_WAITS = 32  # kinds
 MAX_ENGINES = 512
 MAX_TEXT = 300
 FINAL_STATES = ("done", "failed", "interrupted")
@@ -86,6 +88,7 @@ class RunFeed:
         self.all_ages: dict[int, float] = {}
         self.spans: deque[dict[str, Any]] = deque(maxlen=MAX_SPANS)
         self.n_spans = 0
+        self.waited: dict[tuple[str, str], tuple[int, float]] = {}  # who, what -> times, seconds
         self.engines: dict[str, dict[str, Any]] = {}
         self.started = 0.0  # Unix time in seconds of the first event
         self.heard = 0.0  # and of the last one
@@ -149,7 +152,10 @@ class RunFeed:
         for lines in (*self.curves.values(), self.load):
             for series in lines.values():
                 series.cut(-math.inf)
-        for held in (self.ages, self.all_ages, self.spans, self.engines, self._incarnations):
+        for held in (
+            *(self.ages, self.all_ages, self.spans, self.waited, self.engines),
+            self._incarnations,
+        ):
             held.clear()
         self.n_spans, self.started = 0, 0.0
 
@@ -197,8 +203,23 @@ class RunFeed:
         found = {key: span.get(key) for key in ("what", "version", "bytes", "floor_share")}
         texts = {key: str(span.get(key) or "")[:MAX_TEXT] for key in ("who", "awaited")}
         times = {key: float(span[key]) for key in ("start", "seconds")}
-        self.spans.append({**found, **texts, **times})
+        span = {**found, **texts, **times, "whose": _whose(texts["who"])}
+        self.spans.append(span)
         self.n_spans += 1
+        kind = (span["whose"], _NUMBER.sub("…", texts["awaited"]))
+        if found["what"] == "wait" and (kind in self.waited or len(self.waited) < MAX_WAITS):
+            times_so_far, seconds = self.waited.get(kind, (0, 0.0))
+            self.waited[kind] = (times_so_far + 1, seconds + times["seconds"])
+
+
+_EXPLORER = re.compile(r"^explorer '(.*)'")
+_NUMBER = re.compile(r"\d+")
+
+
+def _whose(who: str) -> str:
+    """A side by its name: without the step at which it was, which changes."""
+    found = _EXPLORER.search(who)
+    return found[1] if found else who.partition(" at step")[0]
 
 
 # where the pages of a scheduler lead to; {} is the number of the feed

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Optional
 
-from trinity_dask.aio import all_or_first_error, ended, unless_set
+from trinity_dask.aio import Spans, all_or_first_error, ended, unless_set
 from trinity_dask.buffer.experience_buffer import ExperienceBuffer
 from trinity_dask.buffer.store.manifest import Manifest
 from trinity_dask.cluster.actors import release_actor
@@ -176,13 +176,14 @@ class StageRunner:
 
         stack.push_async_exit(leave)
         self.meeting, self.buffer, self.synchronizer = meeting, meeting.buffer, meeting.synchronizer
-        self._listen(stack, meeting.synchronizer)
+        self._listen(stack, meeting.synchronizer.spans, meeting.buffer.spans)
         return meeting
 
-    def _listen(self, stack: AsyncExitStack, synchronizer: Synchronizer) -> None:
+    def _listen(self, stack: AsyncExitStack, *spans: Spans) -> None:
         """Waits and transfers are told of, as long as the stage lasts."""
-        synchronizer.listeners.append(self.events.span)
-        stack.callback(synchronizer.listeners.remove, self.events.span)
+        for each in spans:
+            each.listeners.append(self.events.span)
+            stack.callback(each.listeners.remove, self.events.span)
 
     def _attach_trainer(self) -> None:
         assert self.synchronizer is not None
@@ -296,12 +297,13 @@ class BothStage(StageRunner):
         self.synchronizer = synchronizer = await self._make_part(
             stack, Synchronizer, self.cfg.synchronizer, str(self.job_dir), self.run_id
         )
-        self._listen(stack, synchronizer)
+        self._listen(stack, synchronizer.spans, self.buffer.spans)
         monitor = self._monitor(stack, self.cfg.trainer.name)
         self.trainer = trainer = Trainer(
             self.cfg, self.run_id, self.buffer, self.synchronizer, monitor
         )
         stack.push_async_callback(bounded, trainer.close, "trainer")
+        self._listen(stack, trainer.spans)
         pool = self._make_engines(stack)
         self._attach_trainer()
         self._attach_explorer(stack)
@@ -395,6 +397,7 @@ class TrainStage(StageRunner):
             self.cfg, self.run_id, self.buffer, self.synchronizer, monitor
         )
         stack.push_async_callback(bounded, trainer.close, "trainer")
+        self._listen(stack, trainer.spans)
         if meeting is None:
             await trainer.prepare()
         else:

@@ -122,7 +122,7 @@ class RunEvents:
         self._send({**self._event(ENGINES), "engines": plain(states)})
 
     def span(self, span: Mapping[str, Any]) -> None:
-        """A wait or a transfer that has ended; see ``Synchronizer.listeners``."""
+        """A wait or a transfer that has ended; see :class:`trinity_dask.aio.Spans`."""
         self._tell(SPAN, span=plain(span))
 
     def end(self, states: Mapping[str, Mapping[str, Any]]) -> None:

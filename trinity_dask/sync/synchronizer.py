@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, Optional
 
-from trinity_dask.aio import Changes
+from trinity_dask.aio import Changes, Spans
 from trinity_dask.cluster.rpc import ActorHandle
 from trinity_dask.config.schema import SynchronizerConfig
 from trinity_dask.engines.pool import EnginePool, WeightMismatch
@@ -33,7 +33,6 @@ log = logging.getLogger("trinity_dask.synchronizer")
 TRAINER = "trainer"
 # conditions also look at things that announce no change (rows in the buffer)
 RECHECK_S = 1.0
-TOLD_S = 0.005  # a shorter wait is none
 
 
 class Late(TimeoutError):
@@ -46,8 +45,8 @@ class Synchronizer:
     What an adapter with other calls stands on: ``state`` holds every status and version, and
     whoever changes it calls :meth:`notify`; :meth:`wait` waits for a condition on it; :meth:`put`
     publishes weights, :attr:`published` is the newest version that lies in a file;
-    ``transfers`` knows the trainer's rank 0, its tensors and the weight groups. ``listeners`` are
-    told of every wait of one side for the other, and of every transfer, when it has ended.
+    ``transfers`` knows the trainer's rank 0, its tensors and the weight groups. ``spans`` tells of
+    every wait of one side for the other, and of every transfer.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class Synchronizer:
         self.state = SyncState(cfg.sync_style, cfg.sync_method, cfg.sync_interval, cfg.sync_offset)
         self.state.max_staleness = cfg.max_staleness
         self.timeouts = 0
-        self.listeners: list[Callable[[dict[str, Any]], None]] = []
+        self.spans = Spans()
         shelf = WeightShelf.for_run(
             cfg.sync_method, job_dir or ".", run_id, cfg.path, cfg.storage_options
         )
@@ -403,14 +402,7 @@ class Synchronizer:
                 )
         if text:
             who, _, awaited = text.partition(": ")
-            self._tell("wait", started, who=who, awaited=awaited)
-
-    def _tell(self, what: str, started: float, **facts: Any) -> None:
-        """``started``: Unix time in seconds."""
-        seconds = time.time() - started
-        if seconds >= TOLD_S or what != "wait":
-            for listener in self.listeners:
-                listener({"what": what, "start": started, "seconds": seconds, **facts})
+            self.spans.tell("wait", started, who=who, awaited=awaited)
 
     def notify(self) -> None:
         """``state`` has changed: every waiter looks again."""
@@ -450,7 +442,8 @@ class Synchronizer:
         try:
             await self.transfers.load(name, version)
             reached = version
-            self._tell("transfer", started, who=f"explorer {name!r}", **self._transferred(version))
+            facts = self._transferred(version)
+            self.spans.tell("transfer", started, who=f"explorer {name!r}", **facts)
         except Exception as error:
             if isinstance(error, WeightMismatch) or state.live_explorers == [explorer]:
                 self.fail(error)

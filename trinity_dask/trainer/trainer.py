@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Optional, Protocol
 
+from trinity_dask.aio import Spans
 from trinity_dask.buffer.errors import EndOfData
 from trinity_dask.buffer.experience_buffer import ExperienceBuffer
 from trinity_dask.cluster.rpc import ActorHandle, ActorLost
@@ -110,6 +111,7 @@ class Trainer:
         self._stop = False
         self._healing = asyncio.Lock()
         self._alarms = Alarms()
+        self.spans = Spans()  # waits for rows
 
     # queries ----------------------------------------------------------------------------
     @property
@@ -219,6 +221,7 @@ class Trainer:
         """Rows for the next step; None at the end of the data or when stopped."""
         self.state = "waiting"
         start = moved = time.perf_counter()
+        began = time.time()
         timeout_s = self.cfg.buffer.trainer_input.experience_buffer.max_read_timeout_s
         starving, arrived = False, self._source.arrived
         feed: Optional[Feed] = None
@@ -247,6 +250,7 @@ class Trainer:
         if feed is not None and starving and self._synchronizer is not None:
             await self._synchronizer.trainer_resumed()
         self._waited_s = time.perf_counter() - start
+        self.spans.tell("wait", began, who="trainer", awaited="rows to train on")
         return feed
 
     async def _check_usable(self) -> None:

@@ -23,7 +23,6 @@ RECENT_STEPS = 20
 LATEST_ROWS = 8  # kinds of who waits
 DASHES = ("solid", "dashed", "dotted", "dotdash")
 _FORMULA = re.compile(r"\$\$|\\\(|\\\[")
-_QUOTED = re.compile(r"^explorer '(.*)'")
 MAX_LABEL = 60
 
 
@@ -236,9 +235,8 @@ def _columns(feed: RunFeed, spans: list[dict[str, Any]]) -> dict[str, list[Any]]
 
 
 def _row(span: Mapping[str, Any]) -> str:
-    """Whose bar it is: without the step, which changes."""
-    found = _QUOTED.search(span["who"])
-    who = harmless(found[1] if found else span["who"].partition(" at step")[0])
+    """Whose bar it is."""
+    who = harmless(span["whose"])
     return f"weights to {who}" if span["what"] == "transfer" else who
 
 

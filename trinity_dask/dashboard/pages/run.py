@@ -199,6 +199,25 @@ def engines_table(feed: RunFeed) -> Table:
     )
 
 
+def waits_table(feed: RunFeed) -> Table:
+    def rows() -> dict[str, list[Any]]:
+        kinds = sorted(feed.waited, key=lambda kind: -feed.waited[kind][1])
+        return {
+            "who": [who for who, _ in kinds],
+            "awaited": [awaited for _, awaited in kinds],
+            "times": [feed.waited[kind][0] for kind in kinds],
+            "seconds": [round(feed.waited[kind][1], 3) for kind in kinds],
+        }
+
+    columns = {
+        "who": TableColumn(field="who", title="who"),
+        "awaited": TableColumn(field="awaited", title="waited for", width=420),
+        "times": TableColumn(field="times", title="times", formatter=_number("0,0")),
+        "seconds": TableColumn(field="seconds", title="s in all", formatter=_number("0,0.0")),
+    }
+    return Table(f"{feed.number}/waits", "Waits, in all", columns, rows)
+
+
 def _number(form: str) -> NumberFormatter:
     return NumberFormatter(format=form, nan_format="-", text_align="right")
 
@@ -209,6 +228,7 @@ def parts_of(feed: RunFeed, links: Mapping[str, str]) -> dict[str, Callable[[], 
         "head": lambda: Head(feed, links),
         "accounts": lambda: accounts_table(feed),
         "engines": lambda: engines_table(feed),
+        "waits": lambda: waits_table(feed),
         "failures": lambda: failures_table(feed),
     }
     after = [curve.name for curve in CURVES].index("gap") + 1  # what belongs to learning is first
@@ -241,7 +261,7 @@ def _load(feed: RunFeed, name: str, title: str, unit: str, keys: Mapping[str, st
     return Lines(f"{feed.number}/{name}", title, SINCE_START, unit, lines)
 
 
-TABLES = ("accounts", "engines", "failures")
+TABLES = ("accounts", "engines", "waits", "failures")
 
 
 class RunView:
