@@ -6,6 +6,9 @@ Runs that only tell (through the scheduler, as a run does) cost no worker; one i
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -19,8 +22,11 @@ from tornado.websocket import websocket_connect
 from ways import _done, on_a_loop, proxy, tunnel
 
 from trinity_dask import Run, load_config
+from trinity_dask.cli import main
+from trinity_dask.config.schema import MonitorConfig
 from trinity_dask.dashboard import plugin
 from trinity_dask.monitor.events import TOPIC, EventSink, RunEvents
+from trinity_dask.monitor.monitor import Monitor
 
 WAIT_MS = 60_000
 # the data of a model of the page by its name, or null
@@ -149,6 +155,38 @@ def test_a_real_run_is_seen_while_it_runs_and_as_it_ended(page: Any, tmp_path: P
         assert sum(ages["all"]) == pytest.approx(1.0)
         head = data(page, f"{number}/head", lambda text: "done" in text)
         assert "train step 30 of 30" in head
+
+
+def test_a_finished_run_is_opened_from_its_directory(page: Any, tmp_path: Path) -> None:
+    """By the command, in a process of its own; and it follows what is appended."""
+    events = RunEvents("run")
+    events.begin("", tmp_path, "name: job", began=time.time(), name="job", mode="both")
+    monitor = Monitor(MonitorConfig(sinks=["jsonl"]), str(tmp_path), "trainer")
+    for step in (1, 2, 3):
+        monitor.log(step, {"actor/pg_loss": 1.0 / step})
+    counts = {"scheduled": 8, "succeeded": 8}
+    events.status({"state": "done", "step": 3, "total_steps": 3, "accounts": counts})
+    words = ["view", str(tmp_path), "--no-browser"]
+    command = [sys.executable, "-m", "trinity_dask", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            page.goto(process.stdout.readline().split()[1])
+            name = "0/loss/actor/pg_loss"
+            assert data(page, name, lambda found: found["x"] == [1, 2, 3])["y"][0] == 1.0
+            shown = data(page, "0/accounts", lambda found: len(found["account"]) == 3)
+            assert shown["account"] == ["scheduled", "succeeded", "everything is accounted for"]
+            assert "train step 3 of 3" in data(page, "0/head", lambda text: "done" in text)
+            monitor.log(4, {"actor/pg_loss": 0.25})
+            data(page, name, lambda found: found["x"] == [1, 2, 3, 4])
+        finally:
+            process.send_signal(signal.SIGINT)
+    assert process.returncode == 130
+
+
+def test_view_refuses_what_is_no_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["view", str(tmp_path), "--no-browser"]) == 1
+    assert f"{tmp_path} is no job's directory" in capsys.readouterr().err
 
 
 def test_a_point_is_seen_soon_after_it_is_told(page: Any, client: Client, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ COMMANDS = {
     "validate": "check a configuration and show it, run nothing",
     "status": "what a run does (address) or how far it got (job directory)",
     "stop": "end a run on a scheduler, its state saved",
+    "view": "look at jobs in their directories, in the browser",
     "samples": "show experiences of a job: prompt, response, reward",
     "worker": "add a worker to a running scheduler by hand",
     "convert": "checkpoints to Hugging Face directories (merges adapters)",

@@ -45,22 +45,12 @@ class JobReader:
     def look(self, limit: int = MAX_LOOK_BYTES) -> int:
         """Read at most about ``limit`` bytes; how many there were."""
         before, left = sum(self._read.values()), limit
-        for stage, directory in self._stages():
+        for stage, directory in stages_of(self.job_dir):
             self._begin(stage, directory)
             for file in (metrics_path(directory), *event_files(directory)):
                 if left > 0 and file.exists():
                     left -= self._look_at(stage, file, left)
         return sum(self._read.values()) - before
-
-    def _stages(self) -> list[tuple[str, Path]]:
-        """In the order in which they began to write."""
-        if metrics_path(self.job_dir).parent.exists():
-            return [("", self.job_dir)]
-        found = [path.parent for path in self.job_dir.glob("*/monitor") if path.is_dir()]
-        begun = {
-            path: min((f.stat().st_ctime for f in _files(path)), default=0.0) for path in found
-        }
-        return [(path.name, path) for path in sorted(found, key=lambda path: begun[path])]
 
     def _begin(self, stage: str, directory: Path) -> None:
         if stage in self._begun:
@@ -96,6 +86,16 @@ class JobReader:
                 continue  # half a line of a killed process, or an event of another version
         self._read[stage, first] = start + end
         return end
+
+
+def stages_of(job_dir: Path) -> list[tuple[str, Path]]:
+    """Name and directory of each stage, in the order in which they began to write; of a job
+    without stages, or of a stage, ``""`` and itself. Nothing: no job has told anything there."""
+    if metrics_path(job_dir).parent.is_dir():
+        return [("", job_dir)]
+    found = [path.parent for path in job_dir.glob("*/monitor") if path.is_dir()]
+    begun = {path: min((f.stat().st_ctime for f in _files(path)), default=0.0) for path in found}
+    return [(path.name, path) for path in sorted(found, key=lambda path: begun[path])]
 
 
 def _files(directory: Path) -> list[Path]:
