@@ -78,7 +78,7 @@ def test_what_a_run_tells_is_in_its_feed(tmp_path: Path) -> None:
     }
     assert feed.all_ages == {0: 180.0, 2: 20.0}
     assert feed.status == {"state": "running", "step": 2, "in_flight": 3}
-    assert feed.load["in_flight"].y == [3.0]
+    assert feed.load["in_flight"].y.tolist() == [3.0]
     assert feed.engines == {"engine-0": {"state": "serving", "version": 2.0, "busy": 0.5}}
     assert [span["seconds"] for span in feed.spans] == [2.0]
     assert (feed.title, feed.state, feed.config) == ("job · grpo", "running", "name: x")
@@ -287,8 +287,8 @@ def test_what_comes_late_is_put_in_its_place() -> None:
     series = Series()
     for x in (0.0, 4.0, 2.0, 6.0, 2.0):
         series.add(x, 10 * x)
-    assert series.x == [0.0, 2.0, 2.0, 4.0, 6.0]
-    assert series.y == [0.0, 20.0, 20.0, 40.0, 60.0]
+    assert series.x.tolist() == [0.0, 2.0, 2.0, 4.0, 6.0]
+    assert series.y.tolist() == [0.0, 20.0, 20.0, 40.0, 60.0]
     assert series.epoch == 2  # a page that has drawn it draws all of it once more
 
 

@@ -5,6 +5,11 @@ Invariant: the one place that says which parts a mode needs; everything else ask
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Optional
+
+if TYPE_CHECKING:
+    from trinity_dask.config.schema import Config
+
 MODES = ("both", "explore", "train", "bench", "colocate", "serve")
 
 
@@ -26,3 +31,10 @@ def samples(mode: str) -> bool:
 def meets(mode: str) -> bool:
     """Whether the other side may be another run on the same scheduler."""
     return mode in ("explore", "train")
+
+
+def member_of(cfg: Config) -> Optional[str]:
+    """Which part of a job a run is: ``"trainer"``, an explorer's name, or None for all of it."""
+    if cfg.stages or not cfg.synchronizer.peer_timeout_s or not meets(cfg.mode):
+        return None
+    return "trainer" if cfg.mode == "train" else cfg.explorer.name

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import re
+from array import array
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 from trinity_dask.monitor.curves import AGES, CURVES, curve_of
@@ -36,16 +37,15 @@ class Series:
 
     def __init__(self, role: str = "") -> None:
         self.role = role
-        self.x: list[float] = []
-        self.y: list[float] = []
+        self.x, self.y = array("d"), array("d")
         self.epoch = 0
 
     def add(self, x: float, y: float) -> None:
         if self.x and x < self.x[-1]:  # an evaluation that took longer than a later one
             place = bisect_right(self.x, x)
-            self._replace(
-                [*self.x[:place], x, *self.x[place:]], [*self.y[:place], y, *self.y[place:]]
-            )
+            self.x.insert(place, x)
+            self.y.insert(place, y)
+            self.epoch += 1
         else:
             self.x.append(x)
             self.y.append(y)
@@ -68,8 +68,8 @@ class Series:
         kept = [*kept[: MAX_POINTS // 2], len(self.x) - 1]
         self._replace([self.x[i] for i in kept], [self.y[i] for i in kept])
 
-    def _replace(self, x: list[float], y: list[float]) -> None:
-        self.x, self.y = x, y
+    def _replace(self, x: Iterable[float], y: Iterable[float]) -> None:
+        self.x, self.y = array("d", x), array("d", y)
         self.epoch += 1
 
 

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from trinity_dask.config import modes
 from trinity_dask.config.compose import to_yaml
 from trinity_dask.config.schema import Config
 from trinity_dask.monitor.events import RunEvents, past_events
@@ -78,6 +79,8 @@ async def begin(events: RunEvents, cfg: Config) -> None:
     if cfg.continue_from_checkpoint:
         past = await asyncio.to_thread(past_events, str(cfg.job_dir), HISTORY)
     began = min((e["time"] for e in past if e["time"] > 0.0), default=time.time())
-    facts = {"began": began, "name": cfg.name, "mode": cfg.mode, "bound": bound, "bound_key": key}
+    member = modes.member_of(cfg)  # a job's trainer and its explorers are runs of their own
+    name = cfg.name if member is None else f"{cfg.name}: {member}"
+    facts = {"began": began, "name": name, "mode": cfg.mode, "bound": bound, "bound_key": key}
     events.begin(cfg.stage_name or "", str(cfg.job_dir), to_yaml(cfg), **facts)
     events.earlier(past)

@@ -80,7 +80,7 @@ def announce(client: Client, cfg: Config, run_id: str, base_dir: str) -> None:
             "run_id": run_id,
             "name": cfg.name,
             "base_dir": base_dir,
-            "member": member_of(cfg),
+            "member": modes.member_of(cfg),
             "engines": (engines.start, engines.stop),
             "client": client.id,
             "handle": None,
@@ -173,15 +173,8 @@ def is_held(client: Client, handle: ActorHandle) -> bool:
     return handle.address in (holders.get(handle.key) or ())
 
 
-def member_of(cfg: Config) -> Optional[str]:
-    """Which part of a job a run is: ``"trainer"``, an explorer's name, or None for all of it."""
-    if cfg.stages or not cfg.synchronizer.peer_timeout_s or not modes.meets(cfg.mode):
-        return None
-    return "trainer" if cfg.mode == "train" else cfg.explorer.name
-
-
 def _require_joinable(cfg: Config, base_dir: str, entry: Entry) -> None:
-    mine, theirs = member_of(cfg), entry["member"]
+    mine, theirs = modes.member_of(cfg), entry["member"]
     if mine is not None and theirs is not None and entry["base_dir"] == base_dir:
         if mine != theirs:
             return

@@ -226,7 +226,7 @@ class Run:
     @classmethod
     def _from_entry(cls, entry: dict[str, Any], client: Client) -> Run:
         run = cls(entry["config"], client, checked=True)
-        run.run_id, run._owner = entry["run_id"], False
+        run.run_id, run._owner, run._has_page = entry["run_id"], False, True
         run._handle = entry["handle"]
         run._set(**run._call("status", 0, 0.0))
         run._thread = threading.Thread(target=run._watch, name="trinity-watch", daemon=True)

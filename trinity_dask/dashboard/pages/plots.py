@@ -91,10 +91,10 @@ class Lines:
                 self._add(name)
             epoch, n = self._sent[name]
             if epoch == series.epoch and n < len(series.x):
-                new = {"x": series.x[n:], "y": series.y[n:]}
+                new = {"x": series.x[n:].tolist(), "y": series.y[n:].tolist()}
                 self._sources[name].stream(new)
             elif epoch != series.epoch:
-                self._sources[name].data = {"x": list(series.x), "y": list(series.y)}
+                self._sources[name].data = {"x": series.x.tolist(), "y": series.y.tolist()}
             self._sent[name] = (series.epoch, len(series.x))
         if self._sources and not self.root.visible:
             self.root.visible = True
