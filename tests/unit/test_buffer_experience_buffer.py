@@ -1,6 +1,7 @@
 """The experience buffer: commits, leases, waiting, closing, and resuming."""
 
 import asyncio
+import gc
 import pickle
 from collections.abc import Coroutine
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from trinity_dask.buffer.errors import StoreError
 from trinity_dask.buffer.experience_buffer import EndOfData, ExperienceBuffer
 from trinity_dask.buffer.store.experience_store import ExperienceStore
+from trinity_dask.buffer.store.manifest import Manifest, RowIndex
 from trinity_dask.config.schema import ExperienceBufferConfig
 from trinity_dask.experience import EID, Experience
 from trinity_dask.experience.schema import from_table, to_table
@@ -79,6 +81,36 @@ def test_capacity_makes_the_writer_wait_for_the_trainer(tmp_path: Path) -> None:
         assert not waiting.done()  # a leased batch is not trained yet
         await buffer.ack(lease.lease_id)
         assert (await waiting).batch_id == 2
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_of_what_is_trained_the_counts_stay_and_nothing_else(tmp_path: Path, resumed: bool) -> None:
+    """What is asked twice a second costs the same at any step, and memory stays flat."""
+
+    def kept() -> int:
+        gc.collect()
+        return sum(isinstance(found, Manifest | RowIndex) for found in gc.get_objects())
+
+    async def scenario() -> None:
+        before, buffer = kept(), await opened(tmp_path)
+        for batch in range(1, 21):
+            accounts = {"scheduled": batch, "succeeded": batch, "produced": 2, "committed": 2}
+            await buffer.commit(batch, rows(batch, 2), {"accounts": accounts})
+            lease = await buffer.lease(2, DEADLINE_S)
+            assert lease is not None
+            await buffer.ack(lease.lease_id)
+        if resumed:
+            buffer = await opened(tmp_path, await buffer.state_dict())
+        again = await buffer.commit(7, rows(7, 9), {})
+        assert (again.batch_id, again.rows) == (7, 2)
+        del again, lease
+        stats = await buffer.stats()
+        assert (stats["committed_batches"], stats["committed_rows"]) == (20, 40)
+        total = {"scheduled": 210, "succeeded": 210, "produced": 40, "committed": 40}
+        assert stats["accounts"] == total
+        assert kept() - before <= 1  # a thread's last result, until it has another
 
     run(scenario())
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -96,10 +94,6 @@ def test_a_damaged_state_file_is_named(tmp_path: Path) -> None:
         StateManager(str(tmp_path), "trainer").load_trainer()
 
 
-def _manifest(**accounts: int) -> SimpleNamespace:
-    return SimpleNamespace(meta=json.loads(json.dumps({"accounts": accounts})))
-
-
 GOOD = {
     "scheduled": 8,
     "succeeded": 7,
@@ -112,8 +106,10 @@ GOOD = {
 
 
 def test_balanced_accounts() -> None:
-    stats = {"consumed_rows": 6, "queued_rows": 4, "leased_rows": 0}
-    accounts = lineage_accounts([_manifest(**GOOD), _manifest(**GOOD)], stats, trained_rows=6)
+    counts = {name: 2 * value for name, value in GOOD.items()}
+    stats = {"committed_batches": 2, "accounts": counts}
+    stats |= {"consumed_rows": 6, "queued_rows": 4, "leased_rows": 0}
+    accounts = lineage_accounts(stats, trained_rows=6)
     require_balanced(accounts)
     assert accounts.as_dict()["scheduled"] == 16
     assert accounts.batches == 2

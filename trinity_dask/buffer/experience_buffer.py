@@ -3,7 +3,8 @@
 Invariant: a row is leased only after its batch is committed, and a batch enters the queue
 exactly once however often it is committed. The queue is first-in-first-out, or by priority
 with ``replay_buffer.enable``. All file work runs in threads, so the actor
-answers while a disk is slow; every wait has a deadline.
+answers while a disk is slow; every wait has a deadline. Counts go by increments, and of a batch
+that is finished only its id is kept: neither time nor memory grows with the number of steps.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import asdict, dataclass
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -60,7 +62,10 @@ class ExperienceBuffer:
         self._queue = self._new_queue()
         self._indices: dict[int | str, RowIndex] = {}
         self.foreign_rows = 0  # trained rows that came from elsewhere (expert rows)
-        self._manifests: dict[int | str, Manifest] = {}
+        self._refs: dict[int | str, RowRef] = {}  # of batches with rows to come
+        self._committed: set[int | str] = set()
+        self._committed_rows = 0
+        self._counts: Counter[str] = Counter()  # accounts of all committed batches together
         self._committing: set[int | str] = set()
         self._closed = False
         self._changed = Changes()
@@ -112,7 +117,11 @@ class ExperienceBuffer:
         for manifest in manifests:
             queue.add(manifest.batch_id, manifest.rows, self._indices[manifest.batch_id])
         self._queue = queue
-        self._manifests = {m.batch_id: m for m in manifests}
+        self._refs, self._committed, self._committed_rows = {}, set(), 0
+        self._counts = Counter()
+        for manifest in manifests:
+            self._count(manifest)
+        self._forget_finished()
         return {
             "batches": len(manifests),
             "rows": sum(m.rows for m in manifests),
@@ -124,8 +133,20 @@ class ExperienceBuffer:
         cfg = self._cfg
         options = dict(cfg.storage_options)
         self._store = ExperienceStore(self._url, options, cfg.compression, cfg.skip_corrupt)
-        self._store.finish_commits()
-        return self._store.manifests()
+        return self._store.finish_commits()
+
+    def _count(self, manifest: Manifest) -> None:
+        """Add a committed batch to what is known; once for each."""
+        self._refs[manifest.batch_id] = manifest.ref()
+        self._committed.add(manifest.batch_id)
+        self._committed_rows += manifest.rows
+        for name, value in manifest.meta.get("accounts", {}).items():
+            self._counts[name] += int(value)
+
+    def _forget_finished(self) -> None:
+        """Batches that give no row any more are known by their ids only."""
+        for batch_id in [b for b in self._refs if self._queue.is_finished(b)]:
+            del self._refs[batch_id], self._indices[batch_id]
 
     def _index_of(self, manifest: Manifest) -> RowIndex:
         """From the manifest; from the rows themselves when an earlier version wrote it."""
@@ -162,8 +183,8 @@ class ExperienceBuffer:
                 ``max_read_timeout_s`` seconds.
             StoreError: the batch could not be written; it does not exist.
         """
-        if batch_id in self._manifests:
-            return self._manifests[batch_id]
+        if batch_id in self._committed:
+            return await self._manifest_of(batch_id)
         self._reserving += 1
         started = time.time()
         try:
@@ -188,11 +209,22 @@ class ExperienceBuffer:
             manifest = await asyncio.to_thread(self.store.commit, batch_id, table, meta)
             # an earlier commit may have won
             index = await asyncio.to_thread(self._index_of, manifest)
-            self._manifests[batch_id], self._indices[batch_id] = manifest, index
-            self._queue.add(batch_id, manifest.rows, index)
+            if batch_id not in self._committed:
+                self._indices[batch_id] = index
+                self._count(manifest)
+                self._queue.add(batch_id, manifest.rows, index)
         finally:
             self._committing.discard(batch_id)
             self._close_queue_if_quiet()
+        return manifest
+
+    async def _manifest_of(self, batch_id: int | str) -> Manifest:
+        manifest = await asyncio.to_thread(self.store.get_manifest, batch_id)
+        if manifest is None:
+            raise StoreError(
+                f"batch {batch_id!r} was committed to {self._url}, where its manifest is not any "
+                "more; restore the store, then resume"
+            )
         return manifest
 
     def _has_room(self, batch_id: int | str) -> bool:
@@ -201,13 +233,13 @@ class ExperienceBuffer:
         if batch_id in self._committing:
             return False
         used = self._queue.unfinished_batches + len(self._committing)
-        bounded = self._queue.bounded_by_batches and batch_id not in self._manifests
+        bounded = self._queue.bounded_by_batches and batch_id not in self._committed
         return not (bounded and 0 < self._cfg.capacity_batches <= used)
 
     @property
     def n_committed(self) -> int:
         """Batches in the store, of all incarnations (for callers on the same loop)."""
-        return len(self._manifests)
+        return len(self._committed)
 
     @property
     def writes_blocked(self) -> bool:
@@ -236,6 +268,7 @@ class ExperienceBuffer:
 
         def try_lease() -> bool:
             if min_version > 0 and self._queue.drop_older(min_version):
+                self._forget_finished()
                 self._changed.notify()  # there may be room for a writer now
             lease = self._queue.lease(n_rows, whole_groups)
             if lease is not None:
@@ -249,7 +282,7 @@ class ExperienceBuffer:
             return None
         (lease,) = taken
         self._moves += 1
-        refs = tuple(self._manifests[b].ref(start, stop) for b, start, stop in lease.parts)
+        refs = tuple(replace(self._refs[b], start=a, stop=z) for b, a, z in lease.parts)
         versions = tuple(
             (oldest, newest, rows)
             for batch_id, start, stop in lease.parts
@@ -270,6 +303,7 @@ class ExperienceBuffer:
             KeyError: an unknown lease, or one that was acknowledged or released before.
         """
         self._queue.ack(lease_id)
+        self._forget_finished()
         self._moves += 1
         self._changed.notify()
         return self._queue.consumed_batch
@@ -291,15 +325,22 @@ class ExperienceBuffer:
         return {**self._queue.state_dict(), "foreign_rows": self.foreign_rows}
 
     async def manifests(self) -> list[Manifest]:
-        """All committed batches, integer ids in numeric order, named batches after those."""
-        return sorted(self._manifests.values(), key=lambda m: m.sort_key)
+        """All committed batches, integer ids in numeric order, named batches after those.
+
+        Read from the store, in time proportional to their number: for the start of a run.
+        """
+        return await asyncio.to_thread(self.store.manifests)
 
     async def stats(self) -> dict[str, Any]:
-        """Counters of rows and batches by state; the consumed ones over the whole lineage."""
+        """Counters of rows and batches by state; the consumed ones over the whole lineage.
+
+        ``accounts`` is the sum of those in all manifests.
+        """
         queue = self._queue
         return {
-            "committed_batches": len(self._manifests),
-            "committed_rows": sum(m.rows for m in self._manifests.values()),
+            "committed_batches": len(self._committed),
+            "committed_rows": self._committed_rows,
+            "accounts": dict(self._counts),
             "queued_batches": queue.queued_batches,
             "unfinished_batches": queue.unfinished_batches,
             "queued_rows": queue.queued_rows,

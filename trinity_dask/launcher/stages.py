@@ -256,13 +256,12 @@ class StageRunner:
         """The lineage's accounts now, or None for a stage without an explorer."""
         if self.buffer is None:
             return None
-        manifests = await self.buffer.manifests()
         stats = await self.buffer.stats()
         trainer = self.trainer  # whose rows they are; of a lone explorer, its meeting's
         if trainer is None and self.meeting is not None:
             trainer = self.meeting.trainer
         trained = (trainer.trained_rows, trainer.skipped_rows) if trainer else (0, 0)
-        return lineage_accounts(manifests, stats, *trained)
+        return lineage_accounts(stats, *trained)
 
 
 async def bounded(close: Any, what: str) -> None:

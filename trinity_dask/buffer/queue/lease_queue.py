@@ -248,6 +248,10 @@ class LeaseQueue:
         """No batch will be added any more; leases go on until nothing is left."""
         self.closed = True
 
+    def is_finished(self, batch_id: BatchId) -> bool:
+        """Whether no row of the batch is handed out any more."""
+        return batch_id in self._done
+
     # -- counts ---------------------------------------------------------------------
 
     def left_rows(self, n_rows: int | None) -> int | None:

@@ -301,6 +301,10 @@ class ReplayQueue:
         for group in cooling:
             self._let_go(group)
 
+    def is_finished(self, batch_id: BatchId) -> bool:
+        """Whether no row of the batch is handed out any more."""
+        return batch_id in self._done
+
     def next_change_s(self) -> float | None:
         """Seconds until a group becomes ready by itself; None when none will."""
         times = [g.ready_at for g in self._cooling if g.ready_at is not None]

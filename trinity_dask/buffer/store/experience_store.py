@@ -69,7 +69,6 @@ class ExperienceStore:
         self.skipped_files: set[str] = set()
         self.skipped_rows = 0
         self._files = open_files(url, storage_options)
-        self._known: dict[str, Manifest] = {}  # manifests never change, so each is read once
         self._next_order = 0
         self._lock = threading.Lock()
 
@@ -137,38 +136,36 @@ class ExperienceStore:
         """The manifest of a batch, or None when it is not committed."""
         path = f"{COMMIT}/{batch_key(batch_id)}{SUFFIX}"
         try:
-            self._learn([path])
+            return self._read_manifests([path])[0]
         except FileNotFoundError:
             return None
         except OSError as error:
             raise self._read_error(path, error) from error
-        return self._known[path]
 
     def manifests(self) -> list[Manifest]:
         """All committed batches: integer ids in numeric order, then names by commit order."""
         try:
             listed = [p for p in self._files.list(COMMIT) if p.endswith(SUFFIX)]
-            self._learn(listed)
+            return sorted(self._read_manifests(listed), key=lambda m: m.sort_key)
         except OSError as error:
             raise self._read_error(COMMIT, error) from error
-        return sorted((self._known[path] for path in listed), key=lambda m: m.sort_key)
 
-    def _learn(self, paths: list[str]) -> None:
-        """Read the manifests that are not known yet. Raises the OSError of the first failure."""
-        fresh = [path for path in paths if path not in self._known]
-        for path, data in zip(fresh, self._files.read(fresh), strict=True):
+    def _read_manifests(self, paths: list[str]) -> list[Manifest]:
+        """Not kept here: a long job has many. Raises the OSError of the first failure."""
+        found = []
+        for path, data in zip(paths, self._files.read(paths), strict=True):
             if isinstance(data, Exception):
                 raise data
             try:
-                manifest = Manifest.from_json(data.to_pybytes())
+                found.append(Manifest.from_json(data.to_pybytes()))
             except (ValueError, TypeError) as error:
                 raise CorruptFileError(
                     f"{self._files.root}/{path} is no manifest of this store ({error}); "
                     "restore it, or remove it to forget that batch"
                 ) from error
-            with self._lock:
-                self._known[path] = manifest
-                self._next_order = max(self._next_order, manifest.order + 1)
+        with self._lock:
+            self._next_order = max([self._next_order, *(m.order + 1 for m in found)])
+        return found
 
     def _read_error(self, path: str, error: Exception) -> StoreError:
         return StoreError(
@@ -260,13 +257,17 @@ class ExperienceStore:
             self._files.discard(path)
         return len(orphans)
 
-    def finish_commits(self) -> None:
-        """Give every committed file its visible name (a writer may have died just before)."""
-        listed = self._files.list(DATA)
-        for manifest in self.manifests():
+    def finish_commits(self) -> list[Manifest]:
+        """Give every committed file its visible name (a writer may have died just before).
+
+        Returns :meth:`manifests`.
+        """
+        listed, committed = self._files.list(DATA), self.manifests()
+        for manifest in committed:
             info = listed.get(manifest.path)
             if info is not None and info.staged:
                 self._files.reveal(manifest.path)
+        return committed
 
 
 def serialise(table: pa.Table, compression: str | None = None) -> pa.Buffer:
