@@ -20,6 +20,7 @@ _LAZY = {
     "Workflow": "trinity_dask.workflows",
     "WORKFLOWS": "trinity_dask.workflows",
     "REWARD_FUNCTIONS": "trinity_dask.rewards",
+    "rollouts": "trinity_dask.records",
 }
 __all__ = ["__version__", *_LAZY]
 

@@ -25,7 +25,7 @@ LAYERS = (
     {"launcher", "manager", "compat", "studio", "dashboard"},
     {"explorer", "trainer", "sync"},
     {"engines", "workflows", "rewards", "demo", "serve"},
-    {"models", "buffer", "weights", "monitor"},
+    {"models", "buffer", "weights", "monitor", "records"},
     {"cluster", "experience", "algorithm"},
     {"config", "files", "aio", "lazy", "registry"},
 )

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Optional
 
 from trinity_dask.cli import CommandError
-from trinity_dask.config import from_yaml
 from trinity_dask.config.schema import Config
 
 # from most to least telling; a column matches when it contains all words of a row
@@ -25,19 +24,12 @@ def saved_stages(job_dir: str | Path) -> list[Config]:
     Raises:
         CommandError: there is no run in it.
     """
-    root = Path(job_dir)
-    own, found = root / "config.yaml", list[Config]()
-    files = [own] if own.is_file() else list(root.glob("[!.]*/config.yaml"))
-    if not files:
-        raise CommandError(f"{root} holds no run: no config.yaml in it or directly below it")
-    for path in sorted(files, key=lambda path: path.stat().st_mtime):
-        config = from_yaml(path, lenient=True)
-        before, config.job_dir = str(config.job_dir), str(path.parent)
-        store = config.buffer.trainer_input.experience_buffer
-        if store.path is not None and store.path.startswith(before):
-            store.path = config.job_dir + store.path[len(before) :]
-        found.append(config)
-    return found
+    from trinity_dask.records import layout
+
+    try:
+        return layout.saved_stages(job_dir)
+    except LookupError as error:
+        raise CommandError(str(error)) from error
 
 
 def final_score(job_dir: str) -> Optional[float]:

@@ -512,6 +512,16 @@ class MonitorConfig:
     progress: str = setting("auto", choices=("auto", "live", "plain", "off"))
     curves: bool = True  # write curves.png at the end
     detailed_stats: bool = False  # eval metrics with mean, max, min and std over the tasks
+    # rows of a batch that operators dropped, kept to be looked at; 0 = none
+    record_filtered: int = setting(512, ge=0)
+    # failed runs of a batch, with their errors and tracebacks; 0 = none
+    record_failed: int = setting(256, ge=0)
+    # answers of one evaluation of one taskset; 0 = none
+    record_eval: int = setting(256, ge=0)
+    # rows of a train step of one rank with the trainer's log-probs; 0 = none, and no row is known
+    # to be trained
+    record_trainer: int = setting(4096, ge=0)
+    record_mb: float = setting(64.0, gt=0)  # of each of these; what is beyond it is left out
 
 
 @dataclass

@@ -33,7 +33,7 @@ from fsspec.implementations.local import LocalFileSystem
 from trinity_dask.buffer.errors import CorruptFileError, StoreError
 from trinity_dask.buffer.store.manifest import SUFFIX, Manifest, RowRef, batch_key
 from trinity_dask.experience.schema import SCHEMA, check_schema, conform, plain
-from trinity_dask.files import create_durably, fsync, write_durably
+from trinity_dask.files import create_durably, fsync, replacing, write_durably
 
 log = logging.getLogger(__name__)
 
@@ -359,6 +359,15 @@ class LocalFiles:
                 results.append(error)
         return results
 
+    def put(self, path: str, data: pa.Buffer) -> None:
+        """Make or replace a file, durably and whole."""
+        with replacing(Path(self.root, path)) as partial:
+            write_durably(partial, data)
+
+    def open(self, path: str) -> pa.NativeFile:
+        """For reading parts of a file. Raises OSError when there is none."""
+        return pa.memory_map(str(Path(self.root, path)))
+
     def list(self, folder: str) -> dict[str, FileInfo]:
         """Files directly in ``folder`` by final path; ``staged`` tells the hidden ones."""
         found = {}
@@ -404,6 +413,12 @@ class FsspecFiles:
             return [read(paths[0])]
         with ThreadPoolExecutor(_PARALLEL_READS) as pool:
             return list(pool.map(read, paths))
+
+    def put(self, path: str, data: pa.Buffer) -> None:
+        self.fs.pipe_file(f"{self.root}/{path}", data.to_pybytes())
+
+    def open(self, path: str) -> pa.NativeFile:
+        return pa.PythonFile(self.fs.open(f"{self.root}/{path}", "rb"), mode="r")
 
     def list(self, folder: str) -> dict[str, FileInfo]:
         self.fs.invalidate_cache()

@@ -1,0 +1,194 @@
+"""Records: written within bounds, counted, read as one table with the rows that were kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import trinity_dask
+from trinity_dask.buffer.store.experience_store import ExperienceStore
+from trinity_dask.config import save
+from trinity_dask.config.schema import Config
+from trinity_dask.experience import EID, Experience
+from trinity_dask.experience.schema import to_table
+from trinity_dask.records.layout import (
+    EID_COLUMNS,
+    FAILED,
+    FAILED_SCHEMA,
+    FILTERED,
+    FILTERED_SCHEMA,
+    TRAINER_SCHEMA,
+    Source,
+)
+from trinity_dask.records.writer import Recorder, entries
+
+
+def experiences(batch: int | str, n_tasks: int = 2, n_runs: int = 2) -> pa.Table:
+    rows = [
+        Experience(
+            np.arange(6),
+            prompt_length=2,
+            eid=EID(batch, task, run),
+            reward=float(run),
+            logprobs=np.full(4, -0.5),
+            versions=np.array([3, 4, -1, 3]),
+            info={"finish_reason": "stop"},
+            metrics={"accuracy": 1.0},
+            response_text=f"answer {run}",
+        )
+        for task in range(n_tasks)
+        for run in range(n_runs)
+    ]
+    return to_table(rows)
+
+
+def filtered(batch: int | str, n_runs: int = 3) -> pa.Table:
+    rows = experiences(batch, 1, n_runs)
+    for name, text in (("operator", "reward_filter"), ("reason", "reward 0 < 1")):
+        rows = rows.append_column(name, pa.array([text] * n_runs))
+    return rows.cast(FILTERED_SCHEMA)
+
+
+def failed(batch: int | str, n: int = 1) -> pa.Table:
+    row = {
+        **{"batch": str(batch), "batch_is_int": isinstance(batch, int), "task": "5"},
+        **{"task_is_int": True, "run": 1, "attempts": 2, "error": "ValueError: no"},
+        **{"traceback": "Traceback: line 3", "earlier": ["WorkerLost: gone"]},
+    }
+    return pa.Table.from_pylist([row] * n, schema=FAILED_SCHEMA)
+
+
+def trained(rows: pa.Table, logprob: float) -> pa.Table:
+    n = rows.num_rows
+    tokens = [[logprob] * 4] * n
+    more = {"train_logprobs": tokens, "train_advantages": tokens, "train_mask": [[True] * 4] * n}
+    columns = {**{name: rows[name] for name in EID_COLUMNS}, **more}
+    columns["train_entropy"] = pa.nulls(n, pa.list_(pa.float32()))
+    return pa.table(columns).select(TRAINER_SCHEMA.names).cast(TRAINER_SCHEMA)
+
+
+@pytest.fixture
+def cfg(tmp_path: Path) -> Config:
+    found = Config(job_dir=str(tmp_path))
+    found.buffer.trainer_input.experience_buffer.path = f"{tmp_path}/buffer/experience"
+    save(found, tmp_path / "config.yaml")
+    return found
+
+
+def commit(cfg: Config, batch: int | str, rows: pa.Table, **meta: Any) -> None:
+    store = cfg.buffer.trainer_input.experience_buffer.path
+    assert store is not None
+    ExperienceStore(store).commit(batch, rows, meta)
+
+
+def a_batch(cfg: Config, batch: int, n_filtered: int = 3, n_failed: int = 1) -> pa.Table:
+    """A committed batch with its records, as an explorer leaves it."""
+    recorder, rows = Recorder(cfg), experiences(batch)
+    found = {
+        FILTERED: recorder.of_batch(FILTERED, batch, filtered(batch, n_filtered), n_filtered),
+        FAILED: recorder.of_batch(FAILED, batch, failed(batch, n_failed), n_failed),
+    }
+    counts = {"filtered": n_filtered, "failed": n_failed}
+    commit(cfg, batch, rows, step=batch, explorer="ex", accounts=counts, **entries(found))
+    return rows
+
+
+def test_every_row_of_a_job_is_one_row_of_the_index(cfg: Config) -> None:
+    recorder, rows = Recorder(cfg), a_batch(cfg, 1)
+    a_batch(cfg, 2)
+    recorder.evaluation(2, 7, "held/out", experiences("2/held/out", 1), 9)
+    recorder.train_step(1, 0, 1, trained(rows, -0.25))
+    found = trinity_dask.rollouts(cfg.job_dir)
+    table = found.table()
+    counts = dict(table.group_by("status").aggregate([("row", "count")]).to_pandas().values)
+    assert counts == {"trained": 4, "kept": 4, "filtered": 6, "failed": 2, "eval": 2}
+    assert len(set(table["id"].drop_null().to_pylist())) == 16
+    one = found.where(step=1, group="1/1", status="trained").table().to_pylist()[1]
+    assert (one["run"], one["reward"], one["parts"]) == (1, 1.0, '{"accuracy":1.0}')
+    assert (one["length"], one["finish"], one["explorer"]) == (4, "stop", "ex")
+    assert (one["version_min"], one["version_max"]) == (3, 4)
+    assert (one["train_step"], one["uses"]) == (1, 1)
+    (bad,) = found.where(step=2, status="failed").table(["error", "earlier", "group"]).to_pylist()
+    assert bad == {"error": "ValueError: no", "earlier": ["WorkerLost: gone"], "group": "2/5"}
+    dropped = found.where(step=2, status="filtered").to_pandas(["operator", "response_text"])
+    assert dropped.values.tolist() == [["reward_filter", f"answer {run}"] for run in range(3)]
+    (answer, _) = found.where(status="eval").table(["eval", "step", "tokens"]).to_pylist()
+    assert answer == {"eval": "held/out", "step": 2, "tokens": [0, 1, 2, 3, 4, 5]}
+    assert found.accounts() == {"filtered": (6, 6), "failed": (2, 2)}
+
+
+def test_a_row_that_is_trained_twice_is_one_row(cfg: Config) -> None:
+    recorder, rows = Recorder(cfg), a_batch(cfg, 1)
+    recorder.train_step(1, 0, 1, trained(rows, -0.25))
+    recorder.train_step(2, 0, 1, trained(rows.slice(0, 1), -0.125))
+    names = ["train_step", "uses", "train_logprobs", "train_entropy", "train_mask"]
+    found = trinity_dask.rollouts(cfg.job_dir).where(status="trained").table(names).to_pylist()
+    assert [(r["train_step"], r["uses"], r["train_logprobs"][0]) for r in found] == [
+        (2, 2, -0.125),
+        *[(1, 1, -0.25)] * 3,
+    ]
+    assert all(r["train_entropy"] is None and r["train_mask"] == [True] * 4 for r in found)
+
+
+def test_a_step_that_is_done_again_is_there_once(cfg: Config) -> None:
+    """By as many ranks as before, or by fewer."""
+    recorder, rows = Recorder(cfg), a_batch(cfg, 1)
+    for rank in range(2):
+        recorder.train_step(1, rank, 2, trained(rows.slice(2 * rank, 2), -1.0))
+    found = trinity_dask.rollouts(cfg.job_dir)
+    assert found.table(["uses"])["uses"].drop_null().to_pylist() == [1] * 4
+    recorder.train_step(1, 0, 1, trained(rows, -2.0))
+    again = found.where(status="trained").table(["uses", "train_logprobs"]).to_pylist()
+    assert again == [{"uses": 1, "train_logprobs": [-2.0] * 4}] * 4
+
+
+def test_a_batch_that_is_not_committed_has_no_records(cfg: Config) -> None:
+    """And when another writer's commit won, only that one's exist; the rest is swept."""
+    recorder = Recorder(cfg)
+    recorder.of_batch(FILTERED, 1, filtered(1), 3)  # killed before its commit
+    assert len(trinity_dask.rollouts(cfg.job_dir)) == 0
+    a_batch(cfg, 1)
+    recorder.of_batch(FILTERED, 2, filtered(2), 3)  # another explorer's, at this moment
+    found = trinity_dask.rollouts(cfg.job_dir)
+    assert len(found.where(status="filtered")) == 3
+    store = Source.of(cfg).store
+    assert store is not None
+    assert recorder.sweep(store.manifests()) == 1
+    assert len(list(Path(recorder.url, FILTERED).iterdir())) == 2
+    assert len(found.where(status="filtered")) == 3
+
+
+def test_what_is_beyond_a_bound_is_counted(cfg: Config) -> None:
+    cfg.monitor.record_mb = 0.001  # MB: less than three rows
+    a_batch(cfg, 1, n_filtered=40, n_failed=0)
+    found = trinity_dask.rollouts(cfg.job_dir)
+    written = len(found.where(status="filtered"))
+    assert 0 < written < 40
+    assert found.left_out() == {"filtered": 40 - written, "failed": 0}
+    assert found.accounts() == {"filtered": (40, 40), "failed": (0, 0)}
+
+
+def test_a_record_that_cannot_be_written_is_left_out(
+    cfg: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    Path(cfg.job_dir or "", "buffer").mkdir(exist_ok=True)
+    Path(cfg.job_dir or "", "buffer", "records").write_text("in the way")
+    entry = Recorder(cfg).of_batch(FILTERED, 1, filtered(1), 3)
+    assert (entry.path, entry.rows, entry.left_out) == ("", 0, 3)
+    assert "3 rows are not recorded" in caplog.text
+
+
+def test_what_is_asked_for_wrongly_is_told(cfg: Config, tmp_path: Path) -> None:
+    a_batch(cfg, 1)
+    with pytest.raises(ValueError, match=r"no column rewrd; there are status.*train_logprobs"):
+        trinity_dask.rollouts(cfg.job_dir).table(["rewrd"])
+    with pytest.raises(ValueError, match="status lost is unknown; use trained, kept"):
+        trinity_dask.rollouts(cfg.job_dir, status="lost")
+    with pytest.raises(LookupError, match="has no stage 'sft'; it has rft"):
+        trinity_dask.rollouts(cfg.job_dir, stage="sft")
+    with pytest.raises(LookupError, match="holds no run"):
+        trinity_dask.rollouts(tmp_path / "nowhere")
