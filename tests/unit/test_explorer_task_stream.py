@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,6 +91,76 @@ def test_fault_35_the_tasks_of_every_step_are_those_of_an_uninterrupted_run(
         assert found == whole
 
     asyncio.run(main())
+
+
+def learning(cfg: Config, rows: int, steps: int) -> Config:
+    """The same tasks chosen by what was learned of them."""
+    path = Path(cfg.buffer.explorer_input.taskset.path).with_name(f"hard{rows}.jsonl")
+    lines = [json.dumps({"prompt": f"p{i}", "f0": 0.1, "f1": i / rows}) for i in range(rows)]
+    path.write_text("\n".join(lines))
+    own = deepcopy(cfg)
+    own.buffer.total_steps, own.buffer.explorer_input.taskset.path = steps, str(path)
+    chosen = own.buffer.explorer_input.taskset.data_selector
+    chosen.selector_type, chosen.feature_keys = "difficulty_based", ["f0", "f1"]
+    return own
+
+
+async def learn(stream: TaskStream, first: int, last: int, refills: set[int]) -> list[Any]:
+    """``(step, rows, stored, kept)`` of each step, committed one by one behind the window; those
+    that are under way at the end are lost."""
+    found: list[Any] = []
+    read: dict[int, list[int]] = {}
+    for step in range(first, last + WINDOW):
+        if (tasks := await stream.read(step)) is not None:
+            read[step] = [t.index["index"] for t in tasks]
+        if (done := step - WINDOW + 1) in read:
+            if done in refills:
+                read[done] += [t.index["index"] for t in await stream.read_more()]
+            values = [(row * 7 + done) % 5 / 4 for row in read[done]]
+            stream.feedback(done, {"0": {"indices": read[done], "values": values}})
+            stored = json.loads(json.dumps(stream.state_at(done)))
+            kept = json.loads(json.dumps(stream.take_learned()))
+            found.append((done, read[done], stored, kept))
+    return found
+
+
+@pytest.mark.parametrize("kept", ["kept", "one behind", "lost", "from the future"])
+def test_what_a_selector_learned_is_in_no_commit_and_yet_resumed_exactly(
+    cfg: Config, kept: str
+) -> None:
+    """Whatever became of the file of it, and wherever the run was cut off."""
+    steps, cuts = 110, (20, 33, 34, 35, 71, 100)
+    refills = {19, 34, 36, 99}
+    mine = learning(cfg, 60, steps)
+
+    async def main() -> None:
+        whole = await learn(TaskStream(TasksetReader(mine)), 1, steps, refills)
+        files = [None, *(file for *_, file in whole if file is not None)]
+        assert len(files) == 4
+        for cut in cuts:
+            before = [f for *_, f in whole[:cut] if f is not None]
+            last = {
+                "kept": before[-1:],
+                "one behind": before[-2:-1],
+                "lost": [],
+                "from the future": files[-1:],
+            }[kept]
+            done = [(step, stored) for step, _, stored, _ in whole[:cut]]
+            told = {step: stored["selector_metric"] for step, stored in done}
+            stream = TaskStream(TasksetReader(mine))
+            stream.load(done[-1][1], done[-WINDOW:], last[0] if last else None, told)
+            again = await learn(stream, cut + 1, min(cut + 8, steps), refills)
+            assert [found[:3] for found in again] == [found[:3] for found in whole[cut : cut + 8]]
+
+    asyncio.run(main())
+
+
+def test_a_commit_is_as_large_with_many_rows_as_with_few(cfg: Config) -> None:
+    async def size(rows: int) -> int:
+        found = await learn(TaskStream(TasksetReader(learning(cfg, rows, 4))), 1, 3, {2})
+        return max(len(json.dumps(stored)) for _, _, stored, _ in found)
+
+    assert asyncio.run(size(4000)) < asyncio.run(size(40)) + 200
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -75,6 +75,7 @@ class ExploreLoop:
         self._end_writes = end_writes or (buffer.close_writes if buffer is not None else None)
         self._signed = signature(cfg.mode, self.name)
         self._state_file = f"{cfg.job_dir}/{cfg.explorer.name}_meta.json"  # how far it is
+        self._learned_file = Path(str(cfg.job_dir)) / f"{cfg.explorer.name}_learned.json"
         self._reader: Optional[TasksetReader] = None
         self._stream: Optional[TaskStream] = None
         self._evals: Optional[Evaluations] = None
@@ -99,7 +100,11 @@ class ExploreLoop:
         if mine:
             self.step = max(mine)
             recent = sorted(mine)[-self.cfg.explorer.max_inflight_batches :]
-            self.stream.load(mine[self.step].meta, [(step, mine[step].meta) for step in recent])
+            learned = await asyncio.to_thread(read_json, self._learned_file)
+            stored = {step: manifest.meta for step, manifest in mine.items()}
+            told = {s: m["selector_metric"] for s, m in stored.items() if "selector_metric" in m}
+            state, last = stored[self.step], [(step, stored[step]) for step in recent]
+            await asyncio.to_thread(self.stream.load, state, last, learned, told)
             log.info("%s continues after step %d", self.name, self.step)
         saved = await asyncio.to_thread(read_json, Path(self._state_file)) or {}
         step, version = saved.get("last_eval", (-1, -1))
@@ -215,6 +220,8 @@ class ExploreLoop:
         waited = time.monotonic()
         batch_id = train_batch_id(step, self._signed)
         result = await self._coordinator.finalize_batch(batch_id, TRAIN)
+        if learned := self.stream.take_learned():
+            await asyncio.to_thread(write_json, self._learned_file, learned)
         submitted, version = self._submitted.pop(step)
         now = time.monotonic()
         metrics = result["metrics"]

@@ -4,9 +4,11 @@ Invariant: the state stored with the commit of step *s* makes a resumed run read
 after *s*, the tasks that this run read for them. A refill takes further tasks while later
 batches are in flight; those are then read again from the state they were read from, and
 everything else continues from one position. What a selector learns from a step takes effect a
-fixed number of steps later, so it is stored with the step and told again. While a thread reads,
-nothing else looks at the reader's state or changes it: a commit stores the position from before
-the read, and what a selector is told waits for its end.
+fixed number of steps later, so it is stored with the step and told again. All that it has learned
+is large, so no commit stores it: it is the sum of what the steps told, and a file of it, which is
+only written after a commit and hence never ahead of one, saves the summing from the first. While
+a thread reads, nothing else looks at the reader's state or changes it: a commit stores the position
+from before the read, and what a selector is told waits for its end.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any, Optional
 
 from trinity_dask.algorithm.table import resolve_algorithm
@@ -27,6 +30,7 @@ from trinity_dask.registry import load_plugins
 from trinity_dask.workflows import Task
 
 State = dict[str, Any]
+KEEP_EVERY = 32  # steps learned between two files of what selectors know
 WHOLE_SET = 1 << 31  # tasks; an evaluation reads its set in one batch
 
 
@@ -112,6 +116,8 @@ class TaskStream:
         self._reading = asyncio.Lock()
         self._position: Optional[State] = None  # where it goes on; set while a thread reads
         self._untold: list[tuple[int, Mapping[str, Any]]] = []  # feedback that came meanwhile
+        self._kept_at = 0  # the step up to which the last `learned` goes
+        self._learned: Optional[State] = None
 
     @property
     def skipped_rows(self) -> int:
@@ -177,19 +183,43 @@ class TaskStream:
         free = [self._before[s] for s in later if s > self._pinned_to]
         replay += list(self._replay)
         here = self._position or self._reader.train.state_dict()
-        state = {"taskset_state": free[0] if free else here}
+        states = [free[0] if free else here, *replay]
+        slim, apart = zip(*map(self._reader.train.split, states), strict=True)
+        state: State = {"taskset_state": slim[0]}
         if step in self._observed:
             state["selector_metric"] = dict(self._observed.pop(step))
-        return state | ({"replay": replay} if replay else {})
+        # of the states that this commit or a later one stores, the first to be read again
+        oldest = apart[1] if replay else apart[0]
+        learns = any(saved["selector"] for saved in oldest["tasksets"])
+        if learns and oldest["learned"] >= self._kept_at + KEEP_EVERY:
+            self._learned, self._kept_at = oldest, oldest["learned"]
+        return state | ({"replay": list(slim[1:])} if replay else {})
+
+    def take_learned(self) -> Optional[State]:
+        """What selectors know, when it is time to keep it: after the commit whose state was asked
+        for last. Each is given once."""
+        learned, self._learned = self._learned, None
+        return learned
 
     def load(
-        self, saved: Mapping[str, Any], recent: Iterable[tuple[int, Mapping[str, Any]]] = ()
+        self,
+        saved: Mapping[str, Any],
+        recent: Iterable[tuple[int, Mapping[str, Any]]] = (),
+        learned: Optional[State] = None,
+        told: Mapping[int, Mapping[str, Any]] = MappingProxyType({}),
     ) -> None:
-        """Continue after the commit that stored ``saved``; ``recent`` are the last steps with
-        what was stored with them, ``saved`` included."""
+        """Continue after the commit that stored ``saved``.
+
+        Args:
+            recent: the last steps with what was stored with them, ``saved`` included.
+            learned: what :meth:`take_learned` gave last, if it was kept.
+            told: the ``selector_metric`` of every committed step that has one.
+        """
+        train = self._reader.train
         self._before.clear()
-        self._replay = deque(saved.get("replay", []))
-        self._reader.train.load_state_dict(saved["taskset_state"])
+        self._kept_at = 0 if learned is None else int(learned["learned"])
+        self._replay = deque(train.joined(s, learned, told) for s in saved.get("replay", []))
+        train.load_state_dict(train.joined(saved["taskset_state"], learned, told))
         for step, stored in recent:
             if "selector_metric" in stored:
                 self._reader.feedback(stored["selector_metric"], step)

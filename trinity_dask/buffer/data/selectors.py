@@ -13,7 +13,7 @@ import inspect
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -35,7 +35,13 @@ class SequentialSelector:
     Also the base of the others, and what a user's own must have: it is made of ``(n_rows,
     seed, **kwargs)``, and of ``features``, float64 ``[rows, keys]`` (the columns
     ``data_selector.feature_keys``), where it declares them.
+
+    ``LEARNED`` names the keys of :meth:`state_dict` that :meth:`update` alone decides. They are
+    kept in a file of their own and never in the record of a batch, so they may be large; what
+    came after that file is told to :meth:`update` again.
     """
+
+    LEARNED: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, n_rows: int, seed: int = 42) -> None:
         if n_rows < 1:
@@ -135,6 +141,8 @@ class DifficultySelector(SequentialSelector):
         β   = (1−λ)β + λ + (1−ρ)·f + ρ·(1−p̃)·m    f = (1−p)·m on I, else 0
     """
 
+    LEARNED = ("alpha", "beta", "cap", "rho")
+
     def __init__(
         self,
         n_rows: int,
@@ -162,6 +170,7 @@ class DifficultySelector(SequentialSelector):
         super().__init__(n_rows, seed)
         self._weak, self._strong = features[:, 0].astype(np.float64), features[:, 1]
         self.m, self.lamb, self.rho = m, lamb, rho
+        self._first_rho = rho
         self.adaptive_rho, self.do_sample = adaptive_rho, do_sample
         self.target_reward, self.tau = target_reward, tau
         self.alpha, self.beta = np.ones(n_rows), np.ones(n_rows)
@@ -240,6 +249,8 @@ class DifficultySelector(SequentialSelector):
         """Continue after :meth:`state_dict`; about other rows nothing is known (a warning)."""
         self.position = int(state["position"])
         if "alpha" not in state:  # saved under another selector: nothing was learned
+            self.alpha, self.beta = np.ones(self.n_rows), np.ones(self.n_rows)
+            self.cap, self.rho = None, self._first_rho
             return
         alpha, beta = (
             np.frombuffer(base64.b64decode(state[name]), "<f8").astype(np.float64)

@@ -36,6 +36,7 @@ from trinity_dask.config.schema import TasksetConfig
 from trinity_dask.experience.task import Task
 
 SELECTOR_METRIC = "selector_metric"
+State = dict[str, Any]
 Observed = dict[str, dict[str, list[Any]]]  # taskset id -> {"indices": [...], "values": [...]}
 
 
@@ -167,6 +168,11 @@ class Taskset:
         """Tell the selector what was observed on rows ``indices``."""
         self._selector.update(indices, values)
 
+    @property
+    def learned_keys(self) -> tuple[str, ...]:
+        """What of the selector's state its updates alone decide."""
+        return tuple(getattr(self._selector, "LEARNED", ()))
+
     def reset(self) -> None:
         """Start again from the first task (each evaluation does)."""
         self._selector = make_selector(self.cfg.data_selector, self._reader)
@@ -244,6 +250,7 @@ class TasksetScheduler:
         self.feedback_lag = feedback_lag
         self._steps = 0  # batches read
         self._taken = 0  # tasks given, those of read_extra included
+        self._learned = 0  # feedback up to this step is learned
         self._received = Ranges()  # steps whose feedback has come
         self._pending: dict[int, Observed] = {}  # step -> feedback to be learned later
         # number of a taskset -> last step whose rows were those of other data
@@ -269,6 +276,7 @@ class TasksetScheduler:
         due = self._steps - self.feedback_lag
         for step in sorted(step for step in self._pending if step <= due):
             self._learn(self._pending.pop(step))
+        self._learned = max(self._learned, due)
         return self.read_extra(self.batch_size)
 
     def read_extra(self, count: int) -> list[Task]:
@@ -304,18 +312,19 @@ class TasksetScheduler:
         observed = metrics.pop(SELECTOR_METRIC, None)
         if observed is None:
             return
-        if step is not None:
-            until = self._other_until
-            observed = {n: o for n, o in observed.items() if step > until.get(str(n), 0)}
-        plain = self._checked(observed)
+        plain = self._checked(observed, step)
         if step is None:
             self._learn(plain)
         elif step not in self._received:
             self._received.add(step, step + 1)
             self._pending[step] = plain
 
-    def _checked(self, observed: Mapping[Any, Mapping[str, Any]]) -> Observed:
+    def _checked(self, observed: Mapping[Any, Mapping[str, Any]], step: int | None) -> Observed:
+        """As plain JSON, without what is about rows of other data."""
         plain: Observed = {}
+        if step is not None:
+            until = self._other_until
+            observed = {n: o for n, o in observed.items() if step > until.get(str(n), 0)}
         for key, found in observed.items():
             number = int(key)  # JSON has no integer keys
             if not 0 <= number < len(self.tasksets):
@@ -343,6 +352,7 @@ class TasksetScheduler:
         return {
             "steps": self._steps,
             "taken": self._taken,
+            "learned": self._learned,
             "received": self._received.to_list(),
             "pending": [[step, observed] for step, observed in self._pending.items()],
             "other_until": dict(self._other_until),
@@ -365,6 +375,7 @@ class TasksetScheduler:
                 f"configuration has {len(self.tasksets)}; start a new job directory"
             )
         self._steps, self._taken = int(state["steps"]), int(state["taken"])
+        self._learned = int(state.get("learned", max(self._steps - self.feedback_lag, 0)))
         self._received = Ranges(state["received"])
         self._pending = {int(step): dict(observed) for step, observed in state["pending"]}
         self._other_until = dict(state.get("other_until", {}))
@@ -373,3 +384,39 @@ class TasksetScheduler:
                 self._other_until[str(number)] = self._steps
                 for observed in self._pending.values():
                     observed.pop(str(number), None)
+
+    def split(self, state: State) -> tuple[State, State]:
+        """A :meth:`state_dict` without what selectors learned, and that alone."""
+        slim, apart = [], []
+        for taskset, saved in zip(self.tasksets, state["tasksets"], strict=True):
+            keys, selector = taskset.learned_keys, saved["selector"]
+            rest = {key: value for key, value in selector.items() if key not in keys}
+            slim.append({**saved, "selector": rest})
+            learned = {key: selector[key] for key in keys if key in selector}
+            apart.append({"fingerprint": saved["fingerprint"], "selector": learned})
+        return {**state, "tasksets": slim}, {"learned": state["learned"], "tasksets": apart}
+
+    def joined(
+        self, state: State, apart: State | None, told: Mapping[int, Mapping[str, Any]]
+    ) -> State:
+        """The whole of a state that was split.
+
+        Args:
+            apart: what had been learned at an earlier step; None, or that of a later step or of
+                other data, for nothing.
+            told: the ``selector_metric`` of every step. Those between ``apart`` and ``state`` are
+                learned again, in the order of the steps as at the first time.
+        """
+        if "tasksets" not in state or "learned" not in state:
+            return state  # of an earlier version, which did not split
+        begun, mine = 0, [saved["fingerprint"] for saved in state["tasksets"]]
+        theirs = [] if apart is None else [saved["fingerprint"] for saved in apart["tasksets"]]
+        if apart is not None and apart["learned"] <= state["learned"] and mine == theirs:
+            begun = apart["learned"]
+            pairs = zip(state["tasksets"], apart["tasksets"], strict=True)
+            whole = [{**a, "selector": {**a["selector"], **b["selector"]}} for a, b in pairs]
+            state = {**state, "tasksets": whole}
+        self.load_state_dict(state)
+        for step in sorted(step for step in told if begun < step <= state["learned"]):
+            self._learn(self._checked(told[step], step))
+        return self.state_dict()
