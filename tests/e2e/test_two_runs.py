@@ -13,6 +13,7 @@ from distributed import Client, LocalCluster
 import trinity_dask
 from trinity_dask.buffer.store.experience_store import ExperienceStore
 from trinity_dask.cli import main as cli
+from trinity_dask.dashboard.plugin import feeds_of
 from trinity_dask.run import Run, RunFailed
 
 WAIT_S = 240.0
@@ -92,6 +93,30 @@ def test_a_trainer_and_an_explorer_find_each_other(job: Job, cluster: LocalClust
         workers = client.scheduler_info(n_workers=-1)["workers"].values()
         assert not any(n for worker in workers for n in worker["resources"].values())
         assert not list(client.list_datasets())
+        tabs = client.run_on_scheduler(tabs_of, [run.run_id for run in (trainer, explorer)])
+    # on the dashboard each is a tab, and stays there as it ended
+    assert [tab["title"] for tab in tabs] == ["x: trainer", "x: explorer"]
+    for tab in tabs:
+        assert (tab["state"], tab["trained"]) == ("done", STEPS * 16)
+        assert "transfer" in tab["spans"]
+    assert tabs[0]["lines"] >= {"actor/pg_loss"}
+    assert tabs[1]["lines"] >= {"rollout/reward/mean"}
+
+
+def tabs_of(runs: list[str], dask_scheduler: Any) -> list[dict[str, Any]]:
+    """What the dashboard has of runs."""
+    return [
+        {
+            "title": feed.title,
+            "state": feed.state,
+            "trained": feed.status["accounts"]["trained"],
+            "spans": {span["what"] for span in feed.spans},
+            "lines": {name for lines in feed.curves.values() for name in lines},
+        }
+        for run in runs
+        for feed in feeds_of(dask_scheduler)
+        if feed.run == run
+    ]
 
 
 @pytest.mark.timeout(600)
