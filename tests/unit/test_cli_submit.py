@@ -29,14 +29,55 @@ def test_the_dry_run_prints_the_script_and_leaves_nothing(
     assert {"--time=2:00:00", "--partition=cpu", "--requeue"} <= set(directives)
     assert "--signal=B:USR1@300" in directives
     command = next(line for line in script.splitlines() if line.endswith(" &"))
-    assert shlex.split(command)[1:4] == ["-m", "trinity_dask", "run"]
-    assert {"name=a b", "cluster.where=login"} <= set(shlex.split(command))
+    assert shlex.split(command)[1:] == ["-m", "trinity_dask", "run", "$@", "&"]
+    [given] = [shlex.split(line) for line in script.splitlines() if line.startswith("set -- ")]
+    assert {"name=a b", "cluster.where=login"} <= set(given)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sweep_is_an_array_with_the_directories_of_a_multirun(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = [
+        *JOB,
+        f"checkpoint_root_dir={tmp_path}",
+        "name=many",
+        "seed=1,2",
+        "monitor.curves=true,false",
+    ]
+    assert main(["submit", "--dry-run", "--multirun", "--at-once", "3", *words]) == 0
+    script = capsys.readouterr().out
+    assert "#SBATCH --array=0-3%3" in script
+    assert "#SBATCH --job-name=many" in script
+    path = tmp_path / "script.sh"
+    start = script.index("case $SLURM_ARRAY_TASK_ID"), script.index("# made by the driver")
+    path.write_text(script[slice(*start)] + '\nprintf "%s\\n" "$@"\n')
+    seen = []
+    for task in range(4):
+        environment = {**os.environ, "SLURM_ARRAY_TASK_ID": str(task)}
+        given = subprocess.check_output(["bash", path], env=environment, text=True).splitlines()
+        assert {"cluster.where=login", JOB[0]} <= set(given)
+        named = [word for word in given if word.startswith("name='many/")]
+        seen.append(([w for w in given if w.startswith(("seed=", "monitor."))], named))
+    assert seen == [
+        (["seed=1", "monitor.curves=True"], ["name='many/0_seed=1,monitor.curves=True'"]),
+        (["seed=1", "monitor.curves=False"], ["name='many/1_seed=1,monitor.curves=False'"]),
+        (["seed=2", "monitor.curves=True"], ["name='many/2_seed=2,monitor.curves=True'"]),
+        (["seed=2", "monitor.curves=False"], ["name='many/3_seed=2,monitor.curves=False'"]),
+    ]
+
+
+def test_a_sweep_with_a_value_that_cannot_run_submits_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = [*JOB, f"checkpoint_root_dir={tmp_path}", "algorithm.repeat_times=4,0"]
+    assert main(["submit", "--dry-run", "-m", *words]) == 2
+    assert "algorithm.repeat_times=0" in capsys.readouterr().err
 
 
 def test_submit_is_for_slurm(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["submit", *JOB[:2]]) == 2
-    assert "add cluster=slurm" in capsys.readouterr().err
+    assert "submit is for cluster=slurm" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -64,7 +105,9 @@ def test_only_a_driver_that_saved_before_its_time_was_over_is_queued_again(
     path = tmp_path / "job.sh"
     command = shlex.join([sys.executable, "-c", driver])
     path.write_text(
-        SCRIPT.format(directives="", prologue="", command=command, script=path, time_over=TIME_OVER)
+        SCRIPT.format(
+            directives="", prologue="", words="", command=command, script=path, time_over=TIME_OVER
+        )
     )
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     job = subprocess.Popen(["bash", str(path)], cwd=tmp_path, env=environment)
