@@ -50,6 +50,12 @@ ROWS = {
         rf"\| 2 \| {phase}( \| {NUMBER}){{4}} \|"
         for phase in ("load", "frozen", "save", "resume", "gather")
     ],
+    "slurm": [
+        *(rf"^\| {cluster} \| {NUMBER} s \| {NUMBER} s" for cluster in ("local", "slurm")),
+        *(rf"^\| {w}-0( \| {NUMBER} s){{3}} \|" for w in ("rollout", "trainer", "control")),
+        rf"^a step in Slurm takes {NUMBER} of a local one",
+        rf"^started again: the next train step after {NUMBER} s",
+    ],
     "startup": [rf"^ +{NUMBER} s ", rf"^median {NUMBER} s"],
     "store": [rf"^{name} +{NUMBER} +{NUMBER}" for name in ("none", "lz4", "zstd")],
     "taskset": [

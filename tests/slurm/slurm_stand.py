@@ -244,10 +244,16 @@ class Slurm:
         return {job: (name, state) for job, name, state in (line.split() for line in lines)}
 
     def only_waits(self, job: str) -> bool:
-        """Whether one job is left, which waits, and its nodes have got over it: one that is
-        started anew before that fails."""
+        """Whether one job is left, which waits, and nothing of its earlier start is: what that
+        still has to say of its end would be taken for the end of the new one."""
         states = [(number, state) for number, (_, state) in self.queue().items()]
-        return states == [(job, "PENDING")] and set(self.node_states()) == {"idle"}
+        steps = [
+            process
+            for daemon in self._daemons
+            for process in _children(daemon.pid)
+            if "slurmstepd" in process.name()
+        ]
+        return states == [(job, "PENDING")] and not steps
 
     def job_of(self, worker: str) -> str | None:
         """The running job whose name ends with ``worker``, as ``rollout-0``."""

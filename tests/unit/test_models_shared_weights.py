@@ -142,3 +142,18 @@ def test_other_sizes_do_not_share_a_file(tmp_path: Path) -> None:
     assert len(os.listdir(tmp_path)) <= 3
     write_safetensors(path, weights(5))  # over it, as any other file
     assert same(list(read_safetensors(path)), 5)
+
+
+def test_no_other_user_of_the_machine_can_read_the_weights(tmp_path: Path) -> None:
+    """Shared memory is everybody's, and a umask may be wide."""
+    before = os.umask(0)
+    try:
+        shelf = WeightShelf(tmp_path / "shelf", in_memory=True)
+        path = shelf.path(1)
+        SharedFiles().write(path, weights(1))
+        SharedFiles().write(str(tmp_path / "early" / "v1.safetensors"), weights(1))
+    finally:
+        os.umask(before)
+    for each in (path, tmp_path / "early" / "v1.safetensors"):
+        assert os.stat(each).st_mode & 0o077 == 0
+        assert os.stat(os.path.dirname(each)).st_mode & 0o077 == 0

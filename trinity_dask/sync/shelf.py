@@ -101,8 +101,12 @@ class WeightShelf:
     def path(self, version: int) -> str:
         """Where ``version`` is to be written; a local directory exists afterwards."""
         if self.is_local:
-            os.makedirs(self.base, exist_ok=True)
+            self._make_base()
         return f"{self.base}/weights-{version}.safetensors"
+
+    def _make_base(self) -> None:
+        """In shared memory, which all users of the machine see, for its owner alone."""
+        os.makedirs(self.base, mode=0o700 if self.in_memory else 0o777, exist_ok=True)
 
     def take(self, version: int, weights: Mapping[str, Any] | str) -> Published:
         """Write tensors by name, or hold a file or directory of them so that it stays until it is
@@ -131,7 +135,7 @@ class WeightShelf:
         is_dir = os.path.isdir(source)
         target = f"{self.base}/weights-{version}" if is_dir else self.path(version)
         self._discard(target)
-        os.makedirs(self.base, exist_ok=True)
+        self._make_base()
         if is_dir:
             shutil.copytree(source, target, copy_function=_link)
         else:
@@ -164,7 +168,7 @@ class WeightShelf:
         content = data.tobytes()
         start = time.perf_counter()
         if self.is_local:
-            os.makedirs(self.base, exist_ok=True)
+            self._make_base()
         fs, root = fsspec.url_to_fs(f"{self.base}/.speed", **self.storage_options)
         try:
             fs.pipe_file(root, content)

@@ -142,7 +142,7 @@ class SharedFiles:
             tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named}
         layout = layout_of(tensors) if meta is None else layout_of_meta(meta)
         folder = os.path.dirname(os.path.abspath(path))
-        os.makedirs(folder, exist_ok=True)
+        os.makedirs(folder, mode=0o700, exist_ok=True)  # weights are nobody else's
         with _claimed(folder, layout.n_bytes) as (name, fd):
             memory = self._mapped(fd, writable=True)
             head = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
@@ -247,7 +247,7 @@ def _free_file(folder: str, n_bytes: int) -> tuple[str, int] | None:
 
 def _new_file(folder: str, n_bytes: int) -> tuple[str, int]:
     name = f"{folder}/{FREE}{secrets.token_hex(4)}"
-    fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+    fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         # all of it now: a page that is missing later would end the process, not the call

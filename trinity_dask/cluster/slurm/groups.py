@@ -37,7 +37,7 @@ from trinity_dask.config.schema import Config
 logger = logging.getLogger(__name__)
 
 LOOK_S = (0.3, 5.0)  # between two looks at the queue, at first and after a while
-HEAL_S = 0.5  # between two looks at the workers; only when one is missing is the queue looked at
+HEAL_S = 0.2  # between two looks at the workers; only when one is missing is the queue looked at
 GOODBYE_S = 8.0  # for workers to leave by themselves
 REFUSED = "REFUSED"
 ELASTIC = (ROLLOUT, RUNNER)
