@@ -43,7 +43,7 @@ def test_status_and_card(finished: Run) -> None:
     assert status["step"] == status["explorer_step"] == status["model_version"] == STEPS
     assert status["in_flight"] == 0
     assert "heldout" in status["eval"]
-    assert finished.run_id in finished._repr_html_()
+    assert finished.run_id in finished._repr_mimebundle_()["text/html"]
 
 
 def test_accounts_of_the_status_balance(finished: Run) -> None:

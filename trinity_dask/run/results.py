@@ -1,4 +1,4 @@
-"""What a run left on disk: metrics and samples as data frames, a status card as HTML.
+"""What a run left on disk: metrics and samples as data frames.
 
 Invariant: everything here is read from the job directory, so it works for finished, running
 and killed runs alike.
@@ -6,8 +6,7 @@ and killed runs alike.
 
 from __future__ import annotations
 
-import html
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Optional
 
 from trinity_dask.buffer.store.experience_store import ExperienceStore, RowRef
 from trinity_dask.config import Config
@@ -35,18 +34,3 @@ def load_samples(stages: list[Config], step: int, stage: Optional[str] = None) -
             ref = RowRef(manifest.batch_id, manifest.path, 0, manifest.rows)
             return store.read([ref]).to_pandas()
     raise LookupError(f"no committed batch {step}" + (f" in stage {stage!r}" if stage else ""))
-
-
-def status_card(run_id: str, status: dict[str, Any], dashboard: Optional[str]) -> str:
-    """A small table for notebooks."""
-    shown = ("state", "stage", "step", "explorer_step", "model_version", "reward", "in_flight")
-    rows = [(key, status.get(key)) for key in shown if status.get(key) is not None]
-    rows += sorted(status.get("eval", {}).items())
-    if status.get("message"):
-        rows.append(("message", status["message"]))
-    body = "".join(
-        f"<tr><td>{html.escape(str(key))}</td><td>{html.escape(str(value))}</td></tr>"
-        for key, value in rows
-    )
-    link = f'<a href="{html.escape(dashboard)}">dashboard</a>' if dashboard else ""
-    return f"<table><caption>run {html.escape(run_id)} {link}</caption>{body}</table>"

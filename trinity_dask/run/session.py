@@ -6,11 +6,13 @@ way a run can end (done, failed, interrupted, cluster lost) ends ``wait`` with t
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
 import threading
 import uuid
+from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from trinity_dask.cluster.actors import ActorRef, start_actor, stop_actor
 from trinity_dask.cluster.build import RunCluster, Watch, open_cluster
+from trinity_dask.cluster.local import dashboard_of
 from trinity_dask.cluster.rpc import ActorHandle, ActorLost, call
 from trinity_dask.cluster.slots import CONTROL
 from trinity_dask.cluster.slurm import allocation
@@ -28,7 +31,7 @@ from trinity_dask.launcher.job_files import finished_message
 from trinity_dask.launcher.job_lock import claims_of, wait_unlocked
 from trinity_dask.launcher.launcher import Launcher
 from trinity_dask.launcher.status import FINAL_STATES
-from trinity_dask.run import joining
+from trinity_dask.run import card, joining, live
 from trinity_dask.run.joining import CALL_TIMEOUT_S, PUBLISHED, ClusterBusy
 from trinity_dask.run.names import check_names, check_start_model
 
@@ -40,6 +43,7 @@ log = logging.getLogger("trinity_dask.run")
 
 __all__ = ["ClusterBusy", "Run", "RunFailed"]
 
+CARD_S = 1.0  # the card of a notebook is drawn anew no more often
 POLL_S = 2.0  # one long-poll of the launcher's status
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 120.0
@@ -56,8 +60,8 @@ class RunFailed(RuntimeError):
 class Run:
     """One job: its stages on a cluster.
 
-    ``client`` (a synchronous ``distributed.Client``) runs the job on a cluster that already
-    exists; otherwise ``cfg.cluster`` says what to build. ``checked``: ``cfg`` is resolved, valid,
+    ``client`` (a ``distributed.Client``) runs the job on a cluster that already exists;
+    otherwise ``cfg.cluster`` says what to build. ``checked``: ``cfg`` is resolved, valid,
     and its names are known to exist. Usable as a context manager.
 
     Raises:
@@ -93,8 +97,13 @@ class Run:
 
     # life ----------------------------------------------------------------------------
     def start(self) -> Run:
-        """Begin in the background. A second call changes nothing."""
+        """Begin in the background. A second call changes nothing.
+
+        Raises:
+            JobInUse: another ``Run`` of this process is running the job.
+        """
         if self._thread is None:
+            live.enter(self)
             self._thread = threading.Thread(target=self._drive, name="trinity-run", daemon=True)
             self._thread.start()
             if allocation.in_allocation():
@@ -109,17 +118,31 @@ class Run:
     def wait(self, timeout: Optional[float] = None) -> dict[str, Any]:
         """Block until the run has ended; returns the final status.
 
+        An interrupt (the stop button of a notebook) ends the waiting, not the run.
+
         Raises:
+            RuntimeError: not started; or called on the event loop of an asynchronous client, which
+                would stand still meanwhile: there ``await run``.
             TimeoutError: still running after ``timeout`` seconds (it goes on).
             RunFailed: the run failed.
         """
         if self._thread is None:
             raise RuntimeError("the run has not been started; call start() first")
+        given = self._given_client
+        if given is not None and given.asynchronous:  # here, on its loop
+            raise RuntimeError(
+                "waiting here would stop the event loop that the given client lives on; "
+                "write `await run`"
+            )
         if not self._ended.wait(timeout):
             raise TimeoutError(f"the run is still {self.state} after {timeout} s; it goes on")
         if self.state == "failed":
             raise RunFailed(str(self._status.get("message")))
         return self.status
+
+    def __await__(self) -> Generator[Any, None, dict[str, Any]]:
+        """``await run``: as :meth:`wait`, without blocking the event loop."""
+        return asyncio.to_thread(self.wait).__await__()
 
     def stop(self, reason: str = "stop requested") -> None:
         """Ask the run to save its state and end; ``wait`` then returns ``interrupted``."""
@@ -138,8 +161,9 @@ class Run:
             self._ended.wait(wait_s)
         if running and wait_s <= 0 and self._cluster is not None and self._cluster.owns_workers:
             self._cluster.close(LEAVE_S)
-            return
-        self._release()
+        else:
+            self._release()
+        live.leave(self)
 
     def __enter__(self) -> Run:
         return self.start()
@@ -159,7 +183,11 @@ class Run:
 
     @property
     def dashboard_link(self) -> Optional[str]:
-        return self._cluster.dashboard_link if self._cluster is not None else None
+        if self._cluster is not None:
+            return self._cluster.dashboard_link
+        if self._owner or self._client is None or self._client.status != "running":
+            return None
+        return dashboard_of(self._client)
 
     @property
     def page_link(self) -> Optional[str]:
@@ -199,12 +227,39 @@ class Run:
 
         return load_samples(self.stages, step, stage)
 
-    def _repr_html_(self) -> str:
-        from trinity_dask.run.results import status_card
+    def __repr__(self) -> str:
+        return card.line(self)
 
-        return status_card(self.run_id, self.status, self.dashboard_link)
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        """How Jupyter shows a run: the card, and in plain text the ``repr``."""
+        return {"text/html": card.card(self), "text/plain": repr(self)}
+
+    def show(self, every_s: float = CARD_S) -> None:
+        """Show the card below this cell and keep it up to date until the run ends, at most
+        every ``every_s`` seconds. Needs IPython.
+
+        Raises:
+            RuntimeError: not in a notebook.
+        """
+        try:
+            from IPython.display import display
+        except ImportError as error:
+            raise RuntimeError("show() needs IPython; print(run) tells where it stands") from error
+        handle = display(self, display_id=True)
+        if handle is not None:  # None: IPython is there and no frontend
+            update = partial(card.keep_showing, self, handle, every_s)
+            threading.Thread(target=update, name="trinity-card", daemon=True).start()
 
     # finding a run again ---------------------------------------------------------------
+    @classmethod
+    def current(cls, name: Optional[str] = None) -> Run:
+        """The live run that this process started last (whose id or job name is ``name``).
+
+        Raises:
+            LookupError: there is none (lists those that are).
+        """
+        return live.newest(name)
+
     @classmethod
     def attach(cls, address: str, name: Optional[str] = None) -> Run:
         """The live run on the scheduler at ``address``, or of the job directory ``address``
@@ -226,8 +281,8 @@ class Run:
     @classmethod
     def _from_entry(cls, entry: dict[str, Any], client: Client) -> Run:
         run = cls(entry["config"], client, checked=True)
-        run.run_id, run._owner, run._has_page = entry["run_id"], False, True
-        run._handle = entry["handle"]
+        run.run_id, run._owner = entry["run_id"], False
+        run._handle, run._has_page = entry["handle"], bool(entry.get("has_page"))
         run._set(**run._call("status", 0, 0.0))
         run._thread = threading.Thread(target=run._watch, name="trinity-watch", daemon=True)
         run._thread.start()
@@ -363,7 +418,7 @@ class Run:
         if self.cfg.mode != "bench":  # which leaves the job to the run that it may stand beside
             address, certificate = self._cluster.scheduler_address, self._cluster.certificate
             joining.leave_word(self.base_dir, self.run_id, address, certificate)
-        joining.publish(self._client, self.run_id, handle=self._handle)
+        joining.publish(self._client, self.run_id, handle=self._handle, has_page=self._has_page)
 
     def _set(self, **changes: Any) -> None:
         with self._changed:
@@ -379,6 +434,7 @@ class Run:
         with self._changed:
             self._ended.set()
             self._changed.notify_all()
+        live.leave(self)
 
     def _release(self) -> None:
         if self._owner and self._announced is not None:

@@ -123,7 +123,7 @@ class Trainer:
         """Keys of the run's status that the trainer knows."""
         return {
             "step": self.step,
-            "total_steps": self.cfg.trainer.total_steps,
+            "total_steps": self.cfg.trainer.total_steps or self.cfg.buffer.total_steps,
             "tokens_per_s": self._tokens_per_s,
             "save_s": self._save_s,
         }

@@ -1,0 +1,131 @@
+"""A run as somebody has it who works in cells: found again, looked at, interrupted, on their
+client. A cell is a thread with a running event loop, as in an ipykernel."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed import Client, LocalCluster
+from small_jobs import WAIT_S, SmallJobs, overrides
+
+from trinity_dask import Run, load_config
+from trinity_dask.launcher.job_lock import JobInUse
+
+
+def wait_for_stage(run: Run) -> None:
+    while run.status.get("stage") is None:
+        run.wait_for_change(int(run.status["version"]), 60.0)
+        assert run.state in ("starting", "running"), run.status
+
+
+@pytest.mark.timeout(600)
+def test_the_same_cell_twice_and_another_notebook(
+    jobs: SmallJobs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "theirs").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    Path("pal.py").write_text("def f(response_text=None, **_):\n    return 0.25\n")
+    more = ["buffer.explorer_input.taskset.reward_fn=pal.py:f", "buffer.total_steps=6"]
+    run = jobs.start(*more)
+    assert Run.current() is run
+    assert Run.current("job") is run
+    begun = time.monotonic()
+    with pytest.raises(JobInUse, match=r"by this process already.*Run\.current\(\)"):
+        jobs.start(*more)
+    assert time.monotonic() - begun < 15.0, "it waited for itself"
+    wait_for_stage(run)
+
+    # the other notebook is somewhere else, where there is no pal.py
+    monkeypatch.chdir(tmp_path / "theirs")
+    attached = Run.attach(run.base_dir)
+    assert attached.run_id == run.run_id
+    assert attached.dashboard_link == run.dashboard_link is not None
+    assert attached.page_link == run.page_link is not None
+    assert attached.wait(timeout=WAIT_S)["state"] == "done"
+    assert run.run_id in repr(attached)
+    assert "step 6/6" in repr(attached)
+    assert "reward 0.25" in repr(attached)
+    assert run.base_dir in repr(attached)
+    attached.close()
+    assert run.wait(timeout=60)["state"] == "done"
+    with pytest.raises(LookupError, match=r"no live run.*Run\.attach"):
+        Run.current()
+
+    bundle = run._repr_mimebundle_()
+    assert bundle["text/plain"] == repr(run)
+    card = bundle["text/html"]
+    assert card.count("<svg") >= 2  # reward and loss
+    assert "last answers" in card
+    assert "0.25" in card
+
+
+@pytest.mark.timeout(600)
+def test_a_client_that_is_asynchronous(cluster: LocalCluster, tmp_path: Path, data: Path) -> None:
+    async def cell() -> dict[str, Any]:
+        address = cluster.scheduler_address
+        async with Client(address, asynchronous=True, set_as_default=False) as client:
+            run = Run(load_config(*overrides(tmp_path, data)), client).start()
+            with pytest.raises(RuntimeError, match="await run"):
+                run.wait()
+            status = await asyncio.wait_for(_ended(run), WAIT_S)
+            await asyncio.to_thread(run.close)
+            assert client.status == "running"
+        return status
+
+    async def _ended(run: Run) -> dict[str, Any]:
+        return await run
+
+    assert asyncio.run(cell())["state"] == "done"
+
+
+KERNEL = """
+import sys
+from trinity_dask import Run, load_config
+run = Run(load_config(*sys.argv[1:])).start()
+seen = 0
+while run.status.get("stage") is None:
+    seen = run.wait_for_change(seen, 60.0)["version"]
+assert run.state == "running", run.status
+print("in a cell", flush=True)
+try:
+    run.wait()
+except KeyboardInterrupt:
+    print("interrupted", run.state, flush=True)
+print(run.wait(timeout=240)["state"], flush=True)
+run.close()
+"""
+
+
+@pytest.mark.timeout(600)
+def test_the_stop_button_ends_the_waiting_and_not_the_run(tmp_path: Path, data: Path) -> None:
+    """Jupyter interrupts the whole process group of the kernel."""
+    words = overrides(tmp_path, data)
+    kernel = subprocess.Popen(
+        [sys.executable, "-c", KERNEL, *words, "buffer.total_steps=8"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert kernel.stdout is not None
+    try:
+        for line in kernel.stdout:
+            if line.startswith("in a cell"):
+                os.killpg(kernel.pid, signal.SIGINT)
+                break
+        rest, errors = kernel.communicate(timeout=WAIT_S)
+    finally:
+        if kernel.poll() is None:
+            kernel.kill()
+            kernel.wait()
+    assert rest.split() == ["interrupted", "running", "done"], errors[-2000:]
+    assert kernel.returncode == 0, errors[-2000:]
