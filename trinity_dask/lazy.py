@@ -8,9 +8,10 @@ cyclic imports may each see half of a module.
 from __future__ import annotations
 
 import importlib
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 #: what loading any model or tokenizer imports first
 MODEL_LIBRARY = (
@@ -28,6 +29,21 @@ def import_modules(names: Iterable[str]) -> None:
             importlib.import_module(name)
 
 
+class _Library:
+    """Stands for a library; the first look at one of its names imports it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what looks for such a name wants no library
+            raise AttributeError(name)
+        import_modules([self._name])
+        value = getattr(sys.modules[self._name], name)
+        vars(self)[name] = value  # looked up once
+        return value
+
+
 def names(module: str, sources: Mapping[str, str]) -> Callable[[str], Any]:
     """A ``__getattr__`` for ``module``: ``sources`` says which module defines each name."""
 
@@ -37,3 +53,10 @@ def names(module: str, sources: Mapping[str, str]) -> Callable[[str], Any]:
         return getattr(importlib.import_module(sources[name]), name)
 
     return load
+
+
+if TYPE_CHECKING:
+    import torch as torch
+else:
+    #: torch for modules that a driver imports to check names, and which compute elsewhere
+    torch = _Library("torch")

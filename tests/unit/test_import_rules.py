@@ -103,7 +103,9 @@ def foreign(names: list[str]) -> list[str]:
         name
         for name in names
         if name.split(".")[0] not in ALGORITHM_MAY_IMPORT
-        and not name.startswith((f"{PACKAGE}.algorithm", f"{PACKAGE}.registry."))
+        and not name.startswith(
+            (f"{PACKAGE}.algorithm", f"{PACKAGE}.registry.", f"{PACKAGE}.lazy.")
+        )
     ]
 
 

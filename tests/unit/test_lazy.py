@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 import time
@@ -47,3 +48,37 @@ def test_a_tokenizer_is_loaded_after_whoever_imports(monkeypatch):
     with pytest.raises(ValueError, match="no tokenizer"):
         load_tokenizer("nowhere")
     assert seen == [MODEL_LIBRARY[-1:]]
+
+
+def test_a_driver_that_checks_a_configuration_has_no_torch(tmp_path):
+    """It would cost a notebook's first cell seconds, and a driver memory for the whole run."""
+    script = (
+        "import sys\n"
+        "from trinity_dask import Run, load_config\n"
+        "words = ['+experiment=sort_digits', 'engine=torch', *sys.argv[1:]]\n"
+        "run = Run(load_config(*words))\n"
+        "assert 'running' not in repr(run)\n"
+        "print(sorted({'torch', 'transformers', 'vllm'} & sys.modules.keys()))\n"
+    )
+    words = [f"checkpoint_root_dir={tmp_path}"]
+    out = subprocess.run(
+        [sys.executable, "-c", script, *words], capture_output=True, text=True, timeout=120
+    )
+    assert out.stdout.strip() == "[]", out.stdout + out.stderr
+    wrong = [*words, "++stages.1.algorithm.policy_loss_fn_args.clip_rangge=0.1"]
+    out = subprocess.run(
+        [sys.executable, "-c", script, *wrong], capture_output=True, text=True, timeout=120
+    )
+    assert "clip_range" in out.stderr  # the names are checked all the same
+    assert out.returncode != 0
+
+
+def test_torch_that_is_imported_late_is_torch():
+    import torch as real
+
+    from trinity_dask.lazy import torch
+
+    assert torch.nn.functional.softmax is real.nn.functional.softmax
+    assert torch.float32 is real.float32
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = torch.no_such_name

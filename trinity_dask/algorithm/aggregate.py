@@ -10,12 +10,13 @@ counted is the action mask, before any rejection.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
-import torch
-from torch import Tensor
-
+from trinity_dask.lazy import torch
 from trinity_dask.registry import nearest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TOKEN_MEAN = "token-mean"  # Σ m·ℓ / Σ m (DAPO, arXiv 2503.14476)
 SEQ_MEAN_TOKEN_MEAN = "seq-mean-token-mean"  # mean_i Σ m·ℓ / Σ m (GRPO, arXiv 2402.03300)

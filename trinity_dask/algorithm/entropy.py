@@ -7,16 +7,17 @@ costs no gradient, the entropy is then only a metric.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Optional
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Optional, TypeAlias
 
 from trinity_dask.algorithm.aggregate import TOKEN_MEAN, Denominator, aggregate, as_token_mask
 from trinity_dask.algorithm.calling import needs_of
+from trinity_dask.lazy import torch
 from trinity_dask.registry import Registry
 
-Bonus = tuple[Tensor, dict[str, Tensor]]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Bonus: TypeAlias = "tuple[Tensor, dict[str, Tensor]]"
 ENTROPY_LOSS_FN: Registry[Callable[..., Any]] = Registry("entropy_loss_fn")
 
 

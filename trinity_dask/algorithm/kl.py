@@ -9,15 +9,16 @@ the other direction. Background: http://joschu.net/blog/kl-approx.html.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Optional
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Optional, TypeAlias
 
 from trinity_dask.algorithm.aggregate import TOKEN_MEAN, Denominator, aggregate, token_share
+from trinity_dask.lazy import torch
 from trinity_dask.registry import Registry
 
-Estimator = Callable[[Tensor, Tensor, Optional[Tensor]], Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Estimator: TypeAlias = "Callable[[Tensor, Tensor, Optional[Tensor]], Tensor]"
 KL_FN: Registry[Estimator] = Registry("kl_loss_fn")
 MAX_ADAPTIVE_ERROR = 0.2  # Ziegler et al., arXiv 1909.08593
 

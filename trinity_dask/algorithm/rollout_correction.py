@@ -13,13 +13,14 @@ filter. All rules work for every loss that takes ``weights``.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Optional
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Optional
 
 from trinity_dask.algorithm.aggregate import row_mean
+from trinity_dask.lazy import torch
 from trinity_dask.registry import nearest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CORRECTION_MODES = (
     "none",
@@ -109,7 +110,6 @@ class RolloutCorrection:
         """The ``weights`` of :meth:`apply`."""
         return self.apply(old_logprob, rollout_logprob, action_mask, advantages, logprob).weights
 
-    @torch.no_grad()
     def apply(
         self,
         old_logprob: Tensor,
@@ -131,18 +131,21 @@ class RolloutCorrection:
         Raises:
             ValueError: the DPPO rule without advantages.
         """
-        mask = (
-            torch.ones_like(old_logprob, dtype=torch.bool) if action_mask is None else action_mask
-        )
-        log_w = log_ratio(old_logprob, rollout_logprob)
-        weights, rejected = self._mode_weights(log_w, mask)
-        rejected |= self._filtered(log_w, mask)
-        if self.dppo_delta is not None:
-            current = old_logprob if logprob is None else logprob
-            rejected["dppo"] = self._moved_too_far(current, rollout_logprob, advantages)
-        for dropped in rejected.values():
-            weights = torch.where(dropped, 0.0, weights)
-        return Correction(weights, {name: dropped & mask for name, dropped in rejected.items()})
+        with torch.no_grad():  # no decorator: it would import torch with this module
+            mask = (
+                torch.ones_like(old_logprob, dtype=torch.bool)
+                if action_mask is None
+                else action_mask
+            )
+            log_w = log_ratio(old_logprob, rollout_logprob)
+            weights, rejected = self._mode_weights(log_w, mask)
+            rejected |= self._filtered(log_w, mask)
+            if self.dppo_delta is not None:
+                current = old_logprob if logprob is None else logprob
+                rejected["dppo"] = self._moved_too_far(current, rollout_logprob, advantages)
+            for dropped in rejected.values():
+                weights = torch.where(dropped, 0.0, weights)
+            return Correction(weights, {name: dropped & mask for name, dropped in rejected.items()})
 
     def _mode_weights(self, log_w: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         level, _, kind = self.mode.partition("_")

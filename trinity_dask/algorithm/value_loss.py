@@ -5,12 +5,13 @@ Invariant: like every loss here it is an addend, normalised by the global mini-b
 
 from __future__ import annotations
 
-from typing import Optional
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Optional
 
 from trinity_dask.algorithm.aggregate import Denominator, masked_sum, token_share
+from trinity_dask.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def value_loss(

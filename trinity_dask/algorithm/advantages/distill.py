@@ -10,12 +10,14 @@ With q = π_old, p = teacher and m = βp + (1−β)q, the generalised Jensen-Sha
 from __future__ import annotations
 
 import math
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from trinity_dask.algorithm.advantages.base import ADVANTAGE_FN, Batch, require
 from trinity_dask.algorithm.advantages.in_trainer import masked_mean, set_token_advantages
+from trinity_dask.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Result = tuple[Batch, dict[str, float]]
 NEEDS = frozenset({"old_logprobs", "teacher_logprobs"})

@@ -8,8 +8,7 @@ an unlikely token down (A < 0, S below its mean) therefore lowers it. arXiv 2602
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from trinity_dask.algorithm.advantages.base import ADVANTAGE_FN, Batch, require
 from trinity_dask.algorithm.advantages.in_trainer import (
@@ -17,6 +16,10 @@ from trinity_dask.algorithm.advantages.in_trainer import (
     masked_mean,
     set_token_advantages,
 )
+from trinity_dask.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Result = tuple[Batch, dict[str, float]]
 

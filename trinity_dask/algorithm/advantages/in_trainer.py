@@ -9,14 +9,15 @@ nothing. A group of one run gets 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Optional
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Optional
 
 from trinity_dask.algorithm.advantages.base import ADVANTAGE_FN, Batch, require
 from trinity_dask.algorithm.advantages.baselines import check_opmd, opmd_baseline
 from trinity_dask.algorithm.advantages.groups import GroupOfOneWarning, Rewards, group_metrics
+from trinity_dask.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 WHITEN_EPSILON = 1e-8
 

@@ -13,10 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Optional
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar, Optional, TypeAlias
 
 from trinity_dask.algorithm.aggregate import (
     TOKEN_MEAN,
@@ -28,13 +25,17 @@ from trinity_dask.algorithm.aggregate import (
     token_share,
 )
 from trinity_dask.algorithm.calling import declared, needs_of, pick
+from trinity_dask.lazy import torch
 from trinity_dask.registry import Registry
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # exp of more than this says nothing and overflows products; such a token has no gradient
 MAX_LOG_RATIO = 20.0
 
-Metrics = dict[str, Tensor]
-LossResult = tuple[Tensor, Metrics]
+Metrics: TypeAlias = "dict[str, Tensor]"
+LossResult: TypeAlias = "tuple[Tensor, Metrics]"
 POLICY_LOSS_FN: Registry[Callable[..., Any]] = Registry("policy_loss_fn")
 
 

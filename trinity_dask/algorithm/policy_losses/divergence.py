@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Optional
-
-import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from typing import TYPE_CHECKING, Optional
 
 from trinity_dask.algorithm.policy_losses.base import (
     POLICY_LOSS_FN,
@@ -15,6 +11,10 @@ from trinity_dask.algorithm.policy_losses.base import (
     Metrics,
     PolicyLoss,
 )
+from trinity_dask.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def generalised_jsd(logp: Tensor, teacher_logp: Tensor, beta: float) -> Tensor:
@@ -73,7 +73,7 @@ class JSDLoss(PolicyLoss):
             strict=True,
         )
         found = [
-            checkpoint(self._divergence, mine, theirs, use_reentrant=False)
+            torch.utils.checkpoint.checkpoint(self._divergence, mine, theirs, use_reentrant=False)
             for mine, theirs in chunks
         ]
         losses = torch.zeros_like(x.logprob).masked_scatter(x.action_mask, torch.cat(found))

@@ -7,11 +7,7 @@ whatever the micro-batch holds; one without either part adds 0 for it.
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, Optional
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar, Optional
 
 from trinity_dask.algorithm.aggregate import as_token_mask
 from trinity_dask.algorithm.policy_losses.base import (
@@ -22,6 +18,10 @@ from trinity_dask.algorithm.policy_losses.base import (
     PolicyLoss,
 )
 from trinity_dask.algorithm.policy_losses.ratio import PPOLoss
+from trinity_dask.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @POLICY_LOSS_FN.register_module("sft")
@@ -209,8 +209,8 @@ class DPOLoss(PolicyLoss):
         log_ratio = (x.logprob - x.ref_logprob).sum(dim=1)
         chosen, rejected = self.beta * log_ratio[0::2], self.beta * log_ratio[1::2]
         margin = chosen - rejected
-        losses = -(1 - self.smoothing) * F.logsigmoid(margin)
-        losses = losses - self.smoothing * F.logsigmoid(-margin)
+        losses = -(1 - self.smoothing) * torch.nn.functional.logsigmoid(margin)
+        losses = losses - self.smoothing * torch.nn.functional.logsigmoid(-margin)
         valid = x.action_mask.any(dim=1)
         # a pair with an empty side counts for nothing
         both = valid[0::2] & valid[1::2]

@@ -7,10 +7,7 @@ kept learns.
 from __future__ import annotations
 
 import math
-from typing import Optional
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Optional
 
 from trinity_dask.algorithm.aggregate import SEQ_MEAN_TOKEN_MEAN
 from trinity_dask.algorithm.policy_losses.base import (
@@ -21,7 +18,11 @@ from trinity_dask.algorithm.policy_losses.base import (
     PolicyLoss,
     clip_ranges,
 )
+from trinity_dask.lazy import torch
 from trinity_dask.registry import nearest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_LOG_SEQUENCE_RATIO = 10.0
 RATIO_LEVELS = ("sequence", "token")
