@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,11 @@ import pytest
 from trinity_dask import load_config
 from trinity_dask.config import Config, ConfigError, split_stages
 from trinity_dask.explorer.evaluation import Benchmark
-from trinity_dask.trainer.checkpoints.checkpoint import write_checkpoint
+from trinity_dask.trainer.checkpoints.checkpoint import (
+    complete_checkpoints,
+    is_complete,
+    write_checkpoint,
+)
 
 JOB = ("+experiment=sort_digits_tiny", "engine=torch")
 ONE = ("+experiment=sort_task", "engine=torch", "algorithm.repeat_times=4")
@@ -72,3 +77,37 @@ def test_a_benchmark_takes_complete_checkpoints_in_order(
     cfg.explorer.eval_on_startup, cfg.explorer.bench_on_latest_checkpoint = startup, latest
     benchmark = Benchmark(cfg, None, None)  # type: ignore[arg-type]  # nothing is evaluated here
     assert [step for step, _ in benchmark.targets()] == steps
+
+
+def test_a_benchmark_keeps_what_it_reads_and_leaves_out_what_went_before(tmp_path: Path) -> None:
+    """A live run saves two checkpoints, and keeps one, while the first of two is evaluated."""
+
+    def save(step: int, keep: int) -> None:
+        write_checkpoint(tmp_path, step, {}, lambda path: None, keep=keep)
+
+    class Live:
+        """What the benchmark needs of engines and evaluations."""
+
+        async def load(self, step: int, checkpoint: Path) -> None:
+            if step == 2:
+                save(11, 1)
+                save(12, 1)
+            assert is_complete(checkpoint)
+
+        async def start(self, step: int, version: int) -> None:
+            pass
+
+        async def wait(self) -> list[Any]:
+            return [{"error": None, "metrics": {"bench/x": 1.0}}]
+
+    async def benched() -> list[int]:
+        live: Any = Live()
+        return [step async for step in Benchmark(cfg, live, live).run()]
+
+    save(2, 0)
+    save(10, 0)
+    cfg = Config(mode="bench", job_dir=str(tmp_path))
+    cfg.explorer.eval_on_startup = False
+    assert asyncio.run(benched()) == [2, 12]
+    save(13, 1)
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["global_step_13"]

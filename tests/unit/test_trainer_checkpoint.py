@@ -14,7 +14,9 @@ import pytest
 from trinity_dask.trainer.checkpoints.checkpoint import (
     MARKER,
     STATE,
+    CheckpointGone,
     complete_checkpoints,
+    held,
     is_complete,
     latest_complete,
     latest_hf_export,
@@ -137,6 +139,28 @@ def test_what_was_just_written_stays_beside_the_higher_steps_of_an_abandoned_run
     save(tmp_path, 60)
     save(tmp_path, 2, keep=1)
     assert step_dir(tmp_path, 2) in complete_checkpoints(tmp_path)
+
+
+def test_a_reader_that_was_killed_holds_nothing(tmp_path):
+    save(tmp_path, 1)
+    code = """
+        import sys, time
+        from pathlib import Path
+        from trinity_dask.trainer.checkpoints.checkpoint import held
+        with held(Path(sys.argv[1])):
+            print("held", flush=True)
+            time.sleep(600)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(step_dir(tmp_path, 1))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdout.readline() == "held\n"
+        save(tmp_path, 2, keep=1)
+        assert is_complete(step_dir(tmp_path, 1))
+        reader.kill()
+    save(tmp_path, 3, keep=1)
+    assert complete_checkpoints(tmp_path) == [step_dir(tmp_path, 3)]
+    with pytest.raises(CheckpointGone), held(step_dir(tmp_path, 1)):
+        pass
 
 
 def test_a_full_disk_leaves_the_earlier_checkpoint_and_no_litter(tmp_path):

@@ -4,7 +4,8 @@ Invariant: the results are logged at the step at which they were asked for, with
 version that answered; an evaluation that failed whole says why. A benchmark only reads the
 job's own state. A checkpoint counts as done when its results are in ``benchmark_meta.json``,
 which is written after each one; results of other settings (tasks, sampling, engine) do not
-count.
+count. A checkpoint is held from the start of its evaluation to the end; one that a live run's
+retention removed before is left out, and said so.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Optional
@@ -27,7 +29,12 @@ from trinity_dask.explorer.task_stream import TasksetReader
 from trinity_dask.files import read_json, write_json
 from trinity_dask.monitor.monitor import Monitor
 from trinity_dask.monitor.report import BENCHMARK_FILE
-from trinity_dask.trainer.checkpoints.checkpoint import complete_checkpoints, step_of
+from trinity_dask.trainer.checkpoints.checkpoint import (
+    complete_checkpoints,
+    held,
+    is_complete,
+    step_of,
+)
 
 log = logging.getLogger("trinity_dask.explorer")
 
@@ -109,6 +116,20 @@ class Benchmark:
             FileNotFoundError: there is nothing to evaluate.
             BatchFailed: no run of an eval taskset succeeded.
         """
+        tried = set[Target]()
+        while True:
+            gone = False
+            async for step in self._run_listed(tried):
+                if step is None:
+                    gone = True
+                else:
+                    yield step
+            # what was listed is not there any more: the live run has newer ones
+            if not gone:
+                return
+
+    async def _run_listed(self, tried: set[Target]) -> AsyncIterator[Optional[int]]:
+        """One look at what there is; None for each checkpoint that vanished before its turn."""
         meta = await asyncio.to_thread(read_json, self._file) or {}
         settings, results = self._settings(), {}
         if self.cfg.continue_from_checkpoint and meta.get("settings") == settings:
@@ -120,10 +141,21 @@ class Benchmark:
                 "explorer.eval_on_startup=false leaves out the start model"
             )
         for step, checkpoint in targets:
+            if (step, checkpoint) in tried:
+                continue
+            tried.add((step, checkpoint))
             if str(step) in results:
                 log.info("step %d is benchmarked already: %s", step, self._file)
                 continue
-            results[str(step)] = await self._evaluate(step, checkpoint)
+            try:
+                with nullcontext() if checkpoint is None else held(checkpoint):
+                    results[str(step)] = await self._evaluate(step, checkpoint)
+            except FileNotFoundError as error:
+                if checkpoint is None or is_complete(checkpoint):
+                    raise
+                log.warning("step %d is left out: %s", step, error)
+                yield None
+                continue
             meta = {"latest_iteration": step, "settings": settings, "results": results}
             await asyncio.to_thread(write_json, self._file, meta)
             yield step

@@ -22,6 +22,7 @@ marker says nothing about it; it appears whole or not at all by itself.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -29,7 +30,8 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Optional
 
@@ -130,6 +132,37 @@ def step_of(path: Path) -> Optional[int]:
     return None if match is None else int(match[1])
 
 
+class CheckpointGone(FileNotFoundError):
+    """Retention removed a checkpoint that was listed before."""
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """While it is read here, no retention of any process on any node removes the checkpoint.
+
+    A lease is a shared ``flock`` of the marker, so it ends with its owner, however that ends.
+    Where the file system has no ``flock``, nothing is held.
+
+    Raises:
+        CheckpointGone: it is not there, or is just being removed.
+    """
+    gone = CheckpointGone(f"{path} was removed by the trainer's retention before it was read")
+    try:
+        marker = (path / MARKER).open("rb")
+    except FileNotFoundError as error:
+        raise gone from error
+    with marker:
+        try:
+            fcntl.flock(marker, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise gone from error
+        except OSError as error:
+            log.warning("%s cannot be held while it is read (%s)", path, error)
+        if not (path / MARKER).exists():
+            raise gone
+        yield
+
+
 # writing ------------------------------------------------------------------------------
 def write_checkpoint(
     job_dir: str | Path,
@@ -201,7 +234,8 @@ def prune(job_dir: str | Path, keep: int, newest: Optional[Path] = None) -> None
     """Remove left-overs of killed saves, and complete checkpoints beyond the last ``keep``.
 
     ``newest`` was just written and stays, also when a job that started over in an old
-    directory finds higher steps there.
+    directory finds higher steps there. What somebody reads (:func:`held`) stays until a later
+    save.
     """
     for path in Path(job_dir).iterdir():
         replaced = path.name.endswith(_RETIRED) and is_complete(path.with_suffix(""))
@@ -210,9 +244,17 @@ def prune(job_dir: str | Path, keep: int, newest: Optional[Path] = None) -> None
     for path in complete_checkpoints(job_dir)[:-keep] if keep > 0 else []:
         if path == newest:
             continue
-        # without its marker a half-removed directory cannot be taken for a checkpoint
-        (path / MARKER).unlink()
-        shutil.rmtree(path)
+        with (path / MARKER).open("r+b") as marker:
+            try:
+                fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                log.info("%s is being read and is kept until the next save", path)
+                continue
+            except OSError:
+                pass  # a file system without flock: nobody can hold it
+            # without its marker a half-removed directory cannot be taken for a checkpoint
+            (path / MARKER).unlink()
+            shutil.rmtree(path)
 
 
 def _sha256(file: Path) -> str:
