@@ -50,7 +50,8 @@ class Registry(Generic[T]):
 
     def names(self) -> list[str]:
         """All registered names, sorted."""
-        return sorted({*self._defaults, *self._items})
+        given = [name for kind, name in _given if kind == self.kind]
+        return sorted({*self._defaults, *self._items, *given})
 
     def get(self, name: str) -> T:
         """What ``name`` means: a registered name, or a path as :func:`load_object` takes.
@@ -58,6 +59,8 @@ class Registry(Generic[T]):
         Raises:
             LoadError: neither; names the nearest registered one.
         """
+        if (self.kind, name) in _given:
+            return _given[self.kind, name]
         if name in self._items:
             return self._items[name]
         if name in self._defaults:
@@ -104,7 +107,27 @@ class Registry(Generic[T]):
                 "pass force=True"
             )
         self._items[name], self._modules[name] = cls, module
+        if origin == "__main__":
+            _of_main[self.kind, name] = cls
+        else:
+            _of_main.pop((self.kind, name), None)
         return cls
+
+
+#: (kind, name) -> what a cell or script of this process defined: no other process can import it
+_of_main: dict[tuple[str, str], Any] = {}
+#: (kind, name) -> what another process defined so and handed over
+_given: dict[tuple[str, str], Any] = {}
+
+
+def defined_in_main() -> dict[tuple[str, str], Any]:
+    """What was registered by code that has no file others could import: (kind, name) -> object."""
+    return dict(_of_main)
+
+
+def take_over(defined: Mapping[tuple[str, str], Any]) -> None:
+    """Have these names mean these objects from now on, whatever they meant before."""
+    _given.update(defined)
 
 
 def load_object(name: str) -> Any:

@@ -129,3 +129,51 @@ def test_the_stop_button_ends_the_waiting_and_not_the_run(tmp_path: Path, data: 
             kernel.wait()
     assert rest.split() == ["interrupted", "running", "done"], errors[-2000:]
     assert kernel.returncode == 0, errors[-2000:]
+
+
+CELLS = """
+import sys
+from distributed import Client
+from trinity_dask import REWARD_FUNCTIONS, Run, load_config
+from trinity_dask.workflows import WORKFLOWS
+from trinity_dask.workflows.simple import SimpleWorkflow
+
+client = Client(sys.argv[1], set_as_default=False)
+words = [*sys.argv[2:], "buffer.explorer_input.taskset.reward_fn=mine",
+         "buffer.explorer_input.default_workflow=my_flow"]
+words.append("buffer.explorer_input.taskset.workflow=my_flow")
+
+@WORKFLOWS.register_module("my_flow")
+class Flow(SimpleWorkflow):
+    pass
+
+scale = 0.25
+@REWARD_FUNCTIONS.register_module("mine")
+def reward(response_text=None, **_):
+    return scale
+
+def rewards(name):
+    with Run(load_config(*words, f"name={name}"), client) as run:
+        run.wait(timeout=240)
+        return sorted(set(run.samples(2)["reward"]))
+
+print(rewards("first"))
+exec('''
+@REWARD_FUNCTIONS.register_module("mine")
+def reward(response_text=None, **_):
+    return 0.75
+''', globals())
+print(rewards("second"))
+"""
+
+
+@pytest.mark.timeout(600)
+def test_what_a_cell_defines_runs_on_a_cluster_as_it_was_edited_last(
+    cluster: LocalCluster, tmp_path: Path, data: Path
+) -> None:
+    words = overrides(tmp_path, data)
+    address = cluster.scheduler_address
+    done = subprocess.run(
+        [sys.executable, "-c", CELLS, address, *words], capture_output=True, text=True, timeout=480
+    )
+    assert done.stdout.split("\n")[:2] == ["[0.25]", "[0.75]"], done.stderr[-3000:]

@@ -6,15 +6,18 @@ Invariant: the scheduler installs them in every worker, also in one that is born
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 from distributed import Client, Worker, WorkerPlugin
 from distributed.core import Status
+from distributed.protocol.pickle import dumps, loads
 
 from trinity_dask.cluster.context import forget_worker
 from trinity_dask.cluster.guard import end_children, guard_worker
 from trinity_dask.cluster.loop_watch import WatchLoop
+from trinity_dask.registry import defined_in_main, take_over
 
 
 class CancelRunning(WorkerPlugin):
@@ -64,6 +67,40 @@ class ProcessGuard(WorkerPlugin):
         forget_worker(worker)
 
 
+class CellCode(WorkerPlugin):
+    """What the driver's cells registered, by value: no worker could import it.
+
+    Another run's replaces it, so that an edited cell is what runs next.
+    """
+
+    name = "trinity-cells"
+
+    def __init__(self, defined: Mapping[tuple[str, str], Any]) -> None:
+        self._code: bytes = dumps(dict(defined))  # read by workers only
+
+    def setup(self, worker: Worker) -> None:
+        take_over(loads(self._code))
+
+
+def send_cells(client: Client) -> None:
+    """Give what this process's cells registered to all present and future workers.
+
+    Raises:
+        ValueError: one of them cannot be sent (names it).
+    """
+    defined = defined_in_main()
+    for (kind, name), item in defined.items():
+        try:
+            dumps(item)
+        except Exception as error:  # whatever the objects that it refers to say
+            raise ValueError(
+                f"{kind} {name!r} of a cell cannot be sent to the workers ({error}): it refers to "
+                "something that lives in this process only; make that inside of it"
+            ) from error
+    if defined:
+        client.register_plugin(CellCode(defined))
+
+
 def register_plugins(client: Client) -> None:
     """Install the plugins in all present and future workers of a synchronous client."""
     for plugin in (ProcessGuard(), CancelRunning(), WatchLoop()):
@@ -72,7 +109,7 @@ def register_plugins(client: Client) -> None:
 
 def unregister_plugins(client: Client) -> None:
     present = client.run_on_scheduler(lambda dask_scheduler: [*dask_scheduler.worker_plugins])
-    for plugin in (WatchLoop, CancelRunning, ProcessGuard):
+    for plugin in (WatchLoop, CancelRunning, ProcessGuard, CellCode):
         if plugin.name in present:  # else another run has taken it away already
             with suppress(ValueError):
                 client.unregister_worker_plugin(plugin.name)

@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Optional
 
+from trinity_dask.cluster import plugins
 from trinity_dask.cluster.actors import ActorRef, start_actor, stop_actor
 from trinity_dask.cluster.build import RunCluster, Watch, open_cluster
 from trinity_dask.cluster.local import dashboard_of
@@ -322,6 +323,7 @@ class Run:
             self.cfg, self._given_client, self._announce, self.run_id, watch
         )
         self._client = self._cluster.client
+        plugins.send_cells(self._client)
         self._has_page = dashboard.join(self._client, self.cfg.cluster.dashboard_origins)
 
     def _announce(self, client: Client) -> None:
