@@ -65,6 +65,7 @@ def test_jobs_of_every_group_are_lost_and_the_run_goes_on_to_its_end(
     attached = Run.attach(str(driver.job))  # by the certificate that lies there
     assert attached.status["n_stages"] == 1
     attached.close()
+    assert re.search("^  state: running$", status_of(driver), re.MULTILINE)
     for worker in ("rollout-1", "trainer-0", "control-0") * rounds:
         driver.lose(worker, lambda job: slurm.run("scancel", job))
     # who comes from a partition of more weight takes the GPUs: warned, and replaced when it leaves
@@ -77,7 +78,8 @@ def test_jobs_of_every_group_are_lost_and_the_run_goes_on_to_its_end(
     node = slurm.run("squeue", "-h", "-j", driver.running("trainer-0"), "-o", "%N").strip()
     state = ["scontrol", "update", f"NodeName={node}"]
     driver.lose("trainer-0", lambda _: slurm.run(*state, "State=DOWN", "Reason=test"))
-    slurm.run(*state, "State=RESUME")
+    slurm.run(*state, "State=RESUME", check=False)  # it may have come back by itself
+    until(lambda: not {"down", "down*"} & set(slurm.node_states()), "node that is up", 60)
     assert driver.end() == 0, driver.output[-3000:]
     store = ExperienceStore(str(driver.job / "buffer" / "experience"))
     manifests = store.manifests()
@@ -87,6 +89,32 @@ def test_jobs_of_every_group_are_lost_and_the_run_goes_on_to_its_end(
     key = next(driver.job.glob("slurm/*/tls/key.pem"))
     assert key.stat().st_mode & 0o777 == 0o600
     until(lambda: slurm.queue() == {}, "empty queue")
+    assert status_of(driver).startswith("not running")
+
+
+def status_of(driver: Driver) -> str:
+    command = [sys.executable, "-m", "trinity_dask", "status", str(driver.job)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def test_a_job_that_waits_too_long_ends_the_start(drive: Callable[..., Driver]) -> None:
+    driver = drive("cluster.rollout.partition=closed", "cluster.pending_timeout_s=2")
+    assert driver.end(START_S) == 1, driver.output
+    told = "1 workers: rollout-0 PENDING (PartitionDown)"
+    assert f"jobs still wait after cluster.pending_timeout_s=2: {told}" in driver.output
+    assert driver.slurm.queue() == {}
+
+
+def test_a_worker_that_is_lost_too_often_ends_the_run_with_its_state(
+    drive: Callable[..., Driver],
+) -> None:
+    driver = drive("buffer.total_steps=100000", "cluster.max_resubmits=0")
+    driver.until_step(1)
+    driver.slurm.run("scancel", driver.running("rollout-0"))
+    assert driver.end(120) == 1, driver.output[-3000:]
+    told = r"rollout-0 was lost 1 times \(cluster.max_resubmits=0\), last: CANCELLED"
+    assert re.search(told, driver.output), driver.output[-3000:]
+    until(lambda: driver.slurm.queue() == {}, "empty queue", 60)
 
 
 @pytest.mark.parametrize("at_work", [False, True])

@@ -15,24 +15,36 @@ from typing import TYPE_CHECKING, Any, Optional
 from trinity_dask.cli import CommandError
 from trinity_dask.cli.jobs import best_column, saved_stages
 from trinity_dask.config.schema import Config
+from trinity_dask.run.joining import WHERE
 
 if TYPE_CHECKING:
     from trinity_dask.run import Run
 
 _ADDRESS = re.compile(r"([a-z]+://)?[\w.\-\[\]:]+:\d+")
 CONNECT_TIMEOUT_S = 10.0
+LOOK_S = 3.0  # for the run of a directory, which may be over
 
 
 def main(args: Sequence[str]) -> int:
     flags = _parser().parse_args(list(args))
     if not Path(flags.target).is_dir() and _ADDRESS.fullmatch(flags.target):
-        with attached(flags.target, flags.name) as run:
-            status = run.wait_for_change(0, CONNECT_TIMEOUT_S)
-            lines = [f"run {run.run_id} in {run.base_dir}", *status_lines(status)]
+        lines = live_lines(flags.target, flags.name, CONNECT_TIMEOUT_S)
     else:
         lines = [line for stage in saved_stages(flags.target) for line in stage_lines(stage)]
+        if (Path(flags.target) / WHERE).exists():
+            try:
+                lines = live_lines(flags.target, flags.name, LOOK_S) + lines
+            except CommandError:
+                lines.insert(0, "not running: nobody answers where its newest run was")
     print("\n".join(lines))
     return 0
+
+
+def live_lines(target: str, name: Optional[str], timeout_s: float) -> list[str]:
+    """What the run at an address, or of a directory, says of itself. Raises as :func:`attached`."""
+    with attached(target, name, timeout_s) as run:
+        status = run.wait_for_change(0, timeout_s)
+        return [f"run {run.run_id} in {run.base_dir}", *status_lines(status)]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -43,8 +55,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 @contextmanager
-def attached(address: str, name: Optional[str]) -> Iterator[Run]:
-    """The live run at ``address``; it is left running.
+def attached(
+    address: str, name: Optional[str], timeout_s: float = CONNECT_TIMEOUT_S
+) -> Iterator[Run]:
+    """The live run at ``address``, or of the directory; it is left running.
 
     Raises:
         CommandError: nobody answers there, or there is no such run.
@@ -54,7 +68,7 @@ def attached(address: str, name: Optional[str]) -> Iterator[Run]:
     from trinity_dask.run import Run
 
     try:
-        with dask.config.set({"distributed.comm.timeouts.connect": f"{CONNECT_TIMEOUT_S}s"}):
+        with dask.config.set({"distributed.comm.timeouts.connect": f"{timeout_s}s"}):
             run = Run.attach(address, name)
     except (OSError, LookupError) as error:
         raise CommandError(f"{address}: {error}") from error
