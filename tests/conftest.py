@@ -19,6 +19,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 LONG_FIRST = (
     "chaos/test_kill_driver.py",
     "slurm/test_slurm_runs.py",
+    "slurm/test_slurm_time.py",
     "e2e/test_learning.py",
     "models/test_architectures.py",
     "vllm/test_vllm_in_dask.py",
