@@ -69,7 +69,8 @@ def test_jobs_of_every_group_are_lost_and_the_run_goes_on_to_its_end(
     for worker in ("rollout-1", "trainer-0", "control-0") * rounds:
         driver.lose(worker, lambda job: slurm.run("scancel", job))
     # who comes from a partition of more weight takes the GPUs: warned, and replaced when it leaves
-    hog = ["--partition=main", "--nodes=2", "--gres=gpu:2", "--wrap=sleep 600"]
+    hog = ["--partition=main", "--nodes=2", "--gres=gpu:2", "--output=/dev/null"]
+    hog += ["--wrap=sleep 600"]
     hog = driver.lose("rollout-0", lambda _: slurm.run("sbatch", "--parsable", *hog).strip())
     until(lambda: re.search("rollout-0 is over: (PREEMPTED|COMPLETED)", driver.output), "warning")
     until(lambda: slurm.queue()[hog][1] == "RUNNING", "preemption", 60)
