@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import numpy as np
 import pytest
 
-from trinity_dask.config.schema import Config
+from trinity_dask.config.schema import Config, OperatorConfig
 from trinity_dask.experience import EID, PROMPT_TRUNCATED, Experience
 from trinity_dask.experience.schema import encode
-from trinity_dask.explorer.coordinator import ExperiencePipeline
+from trinity_dask.explorer.coordinator import ExperiencePipeline, with_rows_kept
+from trinity_dask.records.batch import Dropped
+from trinity_dask.workflows import Task
 
 
 def payload(task: int, base: int) -> bytes:
@@ -70,3 +73,60 @@ def test_a_batch_of_prompts_that_are_too_long_is_passed(
     if long:
         assert metrics["rollout/prompt_truncated_share"] == long / (long + good)
     assert ("is committed without rows" in caplog.text) == (filtered > 0)
+
+
+def scored(task: int, rewards: list[float]) -> bytes:
+    rows = [
+        Experience(np.arange(4), prompt_length=2, eid=EID(1, task, run), reward=reward)
+        for run, reward in enumerate(rewards)
+    ]
+    return encode(rows, {})
+
+
+def test_what_operators_drop_is_told_with_the_first_that_did_and_why() -> None:
+    cfg = Config()
+    cfg.buffer.operators = [
+        OperatorConfig("reward_filter", {"threshold": 0.0}),
+        OperatorConfig("reward_std_filter"),
+    ]
+    parts = [scored(0, [-1.0, 0.0, 1.0]), scored(1, [0.5, 0.5]), scored(2, [1.0])]
+    dropped = Dropped(100)
+    _, _, filtered = ExperiencePipeline.from_config(cfg).process(parts, dropped)
+    rows = dropped.table().select(["task", "run", "reward", "operator", "reason"]).to_pylist()
+    assert [tuple(row.values()) for row in rows] == [
+        ("0", 0, -1.0, "reward_filter", "no reward, or one below 0"),
+        *(
+            ("1", run, 0.5, "reward_std_filter", "2 runs that count, all with the same reward")
+            for run in range(2)
+        ),
+        ("2", 0, 1.0, "reward_std_filter", "1 runs that count, all with the same reward"),
+    ]
+    assert filtered == len(rows)
+    bounded = Dropped(2)
+    ExperiencePipeline.from_config(cfg).process(parts, bounded)
+    assert bounded.table().equals(dropped.table().slice(0, 2))
+
+
+def test_an_operator_that_returns_copies_is_understood() -> None:
+    def halve(exps: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
+        return [copy.copy(exp) for exp in exps[::2]], {}
+
+    dropped = Dropped(100)
+    ExperiencePipeline([], halve).process([scored(0, [1.0, 2.0, 3.0])], dropped)
+    assert dropped.table()["reward"].to_pylist() == [2.0]
+
+
+def test_prompts_that_are_too_long_are_dropped_as_such() -> None:
+    dropped = Dropped(3)
+    ExperiencePipeline.from_config(Config()).process([too_long(0), too_long(1)], dropped)
+    assert dropped.table()["operator"].to_pylist() == [PROMPT_TRUNCATED] * 3
+
+
+@pytest.mark.parametrize(
+    ("n_tasks", "runs", "limit"), [(10, 1, 4), (10, 4, 8), (3, 2, 99), (5, 1, 0)]
+)
+def test_answers_to_be_kept_are_spread_over_the_tasks(n_tasks: int, runs: int, limit: int) -> None:
+    tasks = [Task("w", repeat_times=runs, is_eval=True) for _ in range(n_tasks)]
+    kept = [task.wants_rows for task in with_rows_kept(tasks, limit)]
+    assert runs * sum(kept) == min(limit, n_tasks * runs)
+    assert abs(sum(kept[: n_tasks // 2]) - sum(kept[n_tasks // 2 :])) <= 1

@@ -718,3 +718,36 @@ class Driver:
         assert self.state.batches == {}
         assert len(self.state.pending) == 0
         assert self.state.busy == 0
+
+
+def test_failed_runs_are_remembered_one_by_one_with_all_their_attempts() -> None:
+    """As many as the accounts count, up to a limit; a retry that succeeds is none of them."""
+    state = make(slots=2, max_attempts=2, max_repeat_times_per_runner=1, failed_runs=3)
+    questions = [Task("w", repeat_times=2, raw_task={"prompt": "2+2?"}, source="a.jsonl:7")]
+    first, second = submitted(state.schedule(1, questions, 0.0))
+    (again,) = submitted(state.failed(first.attempt_id, RunError("WorkerLost", "gone"), 1.0))
+    state.finished(again.attempt_id, outcome(0, 1), None, 2.0)
+    (again,) = submitted(state.failed(second.attempt_id, RunError("WorkerLost", "gone"), 3.0))
+    state.finished(again.attempt_id, outcome(1, 1), b"x", 4.0)
+    result = state.drain(1)
+    (run,) = result.failed_runs
+    assert (result.counts.failed, result.retries) == (1, 2)
+    assert (run.batch_id, run.task_id, run.run, run.attempts) == (1, 0, 0, 2)
+    assert (run.error, run.earlier) == (ERROR, ("WorkerLost: gone",))
+    assert (run.prompt, run.source) == ("2+2?", "a.jsonl:7")
+    for each in submitted(state.schedule(2, tasks(5), 5.0)):
+        state.failed(each.attempt_id, ERROR, 6.0)
+    while state.running:
+        state.failed(next(iter(state.running)), ERROR, 7.0)
+    result = state.drain(2)
+    assert (result.counts.failed, len(result.failed_runs)) == (5, 3)
+
+
+def test_runs_of_a_group_that_is_dropped_as_a_whole_are_among_the_failed() -> None:
+    state = make(max_attempts=1, partial_group="drop", failed_runs=10)
+    (out,) = submitted(state.schedule(1, tasks(1, repeat_times=3), 0.0))
+    state.finished(out.attempt_id, outcome(1, 3), b"x", 1.0)
+    result = state.drain(1)
+    assert result.counts.failed == 3
+    kinds = [run.error.type for run in result.failed_runs]
+    assert kinds == ["ValueError", "ValueError", "PartialGroupDropped"]

@@ -89,8 +89,10 @@ def a_batch(cfg: Config, batch: int, n_filtered: int = 3, n_failed: int = 1) -> 
     """A committed batch with its records, as an explorer leaves it."""
     recorder, rows = Recorder(cfg), experiences(batch)
     found = {
-        FILTERED: recorder.of_batch(FILTERED, batch, filtered(batch, n_filtered), n_filtered),
-        FAILED: recorder.of_batch(FAILED, batch, failed(batch, n_failed), n_failed),
+        FILTERED: recorder.of_batch(
+            FILTERED, batch, lambda: filtered(batch, n_filtered), n_filtered
+        ),
+        FAILED: recorder.of_batch(FAILED, batch, lambda: failed(batch, n_failed), n_failed),
     }
     counts = {"filtered": n_filtered, "failed": n_failed}
     commit(cfg, batch, rows, step=batch, explorer="ex", accounts=counts, **entries(found))
@@ -118,7 +120,10 @@ def test_every_row_of_a_job_is_one_row_of_the_index(cfg: Config) -> None:
     assert dropped.values.tolist() == [["reward_filter", f"answer {run}"] for run in range(3)]
     (answer, _) = found.where(status="eval").table(["eval", "step", "tokens"]).to_pylist()
     assert answer == {"eval": "held/out", "step": 2, "tokens": [0, 1, 2, 3, 4, 5]}
-    assert found.accounts() == {"filtered": (6, 6), "failed": (2, 2)}
+    assert found.accounts() == {
+        "filtered": {"recorded": 6, "left_out": 0, "counted": 6},
+        "failed": {"recorded": 2, "left_out": 0, "counted": 2},
+    }
 
 
 def test_a_row_that_is_trained_twice_is_one_row(cfg: Config) -> None:
@@ -149,10 +154,10 @@ def test_a_step_that_is_done_again_is_there_once(cfg: Config) -> None:
 def test_a_batch_that_is_not_committed_has_no_records(cfg: Config) -> None:
     """And when another writer's commit won, only that one's exist; the rest is swept."""
     recorder = Recorder(cfg)
-    recorder.of_batch(FILTERED, 1, filtered(1), 3)  # killed before its commit
+    recorder.of_batch(FILTERED, 1, lambda: filtered(1), 3)  # killed before its commit
     assert len(trinity_dask.rollouts(cfg.job_dir)) == 0
     a_batch(cfg, 1)
-    recorder.of_batch(FILTERED, 2, filtered(2), 3)  # another explorer's, at this moment
+    recorder.of_batch(FILTERED, 2, lambda: filtered(2), 3)  # another explorer's, at this moment
     found = trinity_dask.rollouts(cfg.job_dir)
     assert len(found.where(status="filtered")) == 3
     store = Source.of(cfg).store
@@ -169,7 +174,7 @@ def test_what_is_beyond_a_bound_is_counted(cfg: Config) -> None:
     written = len(found.where(status="filtered"))
     assert 0 < written < 40
     assert found.left_out() == {"filtered": 40 - written, "failed": 0}
-    assert found.accounts() == {"filtered": (40, 40), "failed": (0, 0)}
+    assert found.accounts()["filtered"]["counted"] == 40
 
 
 def test_a_record_that_cannot_be_written_is_left_out(
@@ -177,7 +182,7 @@ def test_a_record_that_cannot_be_written_is_left_out(
 ) -> None:
     Path(cfg.job_dir or "", "buffer").mkdir(exist_ok=True)
     Path(cfg.job_dir or "", "buffer", "records").write_text("in the way")
-    entry = Recorder(cfg).of_batch(FILTERED, 1, filtered(1), 3)
+    entry = Recorder(cfg).of_batch(FILTERED, 1, lambda: filtered(1), 3)
     assert (entry.path, entry.rows, entry.left_out) == ("", 0, 3)
     assert "3 rows are not recorded" in caplog.text
 

@@ -32,7 +32,8 @@ class Task:
     is the group size in runs; ``greedy_baseline`` adds a run at temperature 0, whose reward
     becomes ``info["reward_baseline"]`` of the others. ``batch_id`` and ``task_id`` are
     stamped when the task is scheduled; ``index`` tells where the row came from
-    (``{"index": i, "taskset_id": k}``), ``source`` its file and row, for messages.
+    (``{"index": i, "taskset_id": k}``), ``source`` its file and row, for messages. ``keep_rows``:
+    the experiences of an evaluation are wanted too, to be looked at.
     """
 
     workflow: str
@@ -49,6 +50,7 @@ class Task:
     task_id: int | str = ""
     index: dict[str, Any] = field(default_factory=dict)
     source: str = ""
+    keep_rows: bool = False
 
     def __post_init__(self) -> None:
         self.format_args, self.rollout_args = Args(self.format_args), Args(self.rollout_args)
@@ -59,6 +61,11 @@ class Task:
         """The row's value in the column that ``format_args`` names for ``kind``, or None."""
         key = self.format_args.get(kind) or default
         return self.raw_task.get(key)
+
+    @property
+    def wants_rows(self) -> bool:
+        """Whether its experiences are of use, and not only what was measured."""
+        return self.keep_rows or not self.is_eval
 
     @property
     def task_desc(self) -> Any:

@@ -13,8 +13,9 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, Optional
 
 import numpy as np
@@ -43,6 +44,9 @@ from trinity_dask.explorer.metrics import batch_metrics, eval_batch_metrics
 from trinity_dask.explorer.schedule.scheduler import Scheduler
 from trinity_dask.explorer.schedule.tasks import BatchId, BatchResult, Counts
 from trinity_dask.explorer.schedule.workers import Worker
+from trinity_dask.records.batch import Dropped, Why, failed_table
+from trinity_dask.records.layout import FAILED, FILTERED
+from trinity_dask.records.writer import Recorder, entries
 from trinity_dask.registry import build, load_plugins
 from trinity_dask.workflows import Task
 
@@ -88,6 +92,7 @@ class Coordinator:
         self._counts = Counts()
         self._failures: Counter[str] = Counter()
         self._verb = "bench" if cfg.mode == "bench" else "eval"
+        self._recorder = Recorder(cfg) if cfg.job_dir else None
 
     # life -----------------------------------------------------------------------------
     async def prepare(self, slots: Optional[int] = None) -> None:
@@ -98,6 +103,9 @@ class Coordinator:
         if self._scheduler is None:
             self._scheduler = Scheduler(self.cfg, slots, self._client)
             await self._scheduler.start()
+            if self._recorder is not None and self._buffer is not None:
+                manifests = await self._buffer.manifests()
+                await asyncio.to_thread(self._recorder.sweep, manifests)
 
     async def shutdown(self) -> None:
         """Cancel everything that runs and stop the scheduler. Idempotent."""
@@ -138,7 +146,9 @@ class Coordinator:
 
         Args:
             min_wait_num: tasks that suffice to finalise it (over-rollout); None: all.
-            meta: called when a train batch is committed; JSON-able, stored with it.
+            meta: called when a train batch is committed; JSON-able, stored with it. Of an
+                evaluation ``step``, ``model_version`` and ``eval``, its name: its answers are
+                recorded under these.
             refill: reads further tasks when operators drop groups of a train batch, up to
                 ``buffer.max_refill_batches`` times; an empty list ends that.
             feedback: called with the pipeline's ``selector_metric`` before the commit.
@@ -150,6 +160,8 @@ class Coordinator:
             raise ValueError(f"batch type {batch_type!r} is unknown; it is {TRAIN!r} or {EVAL!r}")
         if batch_id in self._batches:
             raise ValueError(f"batch {batch_id!r} is active already; finalize or abort it first")
+        if batch_type == EVAL and self._recorder is not None and "eval" in meta():
+            tasks = with_rows_kept(tasks, self.cfg.monitor.record_eval)
         batch = Batch(batch_id, batch_type, len(tasks), min_wait_num, meta, refill, feedback)
         if tasks:
             self.scheduler.schedule(tasks, batch_id)
@@ -248,11 +260,14 @@ class Coordinator:
                 f"{counts.cancelled} cancelled); first error: {quoted}"
             )
         process = self.pipeline.process
-        table, metrics, filtered = await asyncio.to_thread(process, collected.payloads)
-        while await self._refilled(batch, table):
+        dropped = Dropped(self.cfg.monitor.record_filtered)
+        found = await asyncio.to_thread(process, collected.payloads, dropped)
+        while await self._refilled(batch, found[0]):
             assert batch.collected is not None
             collected = batch.collected
-            table, metrics, filtered = await asyncio.to_thread(process, collected.payloads)
+            dropped = Dropped(self.cfg.monitor.record_filtered)
+            found = await asyncio.to_thread(process, collected.payloads, dropped)
+        table, metrics, filtered = found
         selector_metric = metrics.pop(SELECTOR_METRIC, None)
         if selector_metric and batch.feedback is not None:
             batch.feedback(selector_metric)
@@ -275,7 +290,8 @@ class Coordinator:
         if self._scheduler is not None and self._scheduler.watch is not None:
             metrics |= self._scheduler.watch.take_lag()
         if self._buffer is not None:
-            meta = {**batch.meta(), "accounts": accounts, "metrics": metrics}
+            records = await asyncio.to_thread(self._record, collected, dropped, filtered)
+            meta = {**batch.meta(), "accounts": accounts, "metrics": metrics, **records}
             commit = asyncio.ensure_future(self._buffer.commit(batch.batch_id, table, meta))
             try:
                 await asyncio.shield(commit)
@@ -286,6 +302,19 @@ class Coordinator:
                 commit.cancel()
                 raise
         return {"finished_task_count": n_tasks, "metrics": metrics, "accounts": accounts}
+
+    def _record(self, of: BatchResult, dropped: Dropped, filtered: int) -> dict[str, Any]:
+        """Write what the batch does not hold; for its manifest, which makes that exist."""
+        if self._recorder is None:
+            return {}
+        write = partial(self._recorder.of_batch, batch_id=of.batch_id)
+        runs = of.failed_runs[: self.cfg.monitor.record_failed]
+        return entries(
+            {
+                FILTERED: write(FILTERED, table=dropped.table, total=filtered),
+                FAILED: write(FAILED, table=partial(failed_table, runs), total=of.counts.failed),
+            }
+        )
 
     async def _refilled(self, batch: Batch, table: pa.Table) -> bool:
         """Whether tasks were added, because operators left fewer groups than wanted.
@@ -317,6 +346,7 @@ class Coordinator:
             failures=dict(Counter(mine.failures) + Counter(result.failures)),
             first_error=mine.first_error or result.first_error,
             retries=mine.retries + result.retries,
+            failed_runs=mine.failed_runs + result.failed_runs,
         )
         return True
 
@@ -331,8 +361,19 @@ class Coordinator:
         metrics[f"{prefix}/finished_task_count"] = float(len(done))
         metrics[f"{prefix}/failed_runs"] = float(collected.counts.failed)
         error = None if done else collected.first_error
+        if self._recorder is not None and any(collected.payloads):
+            await asyncio.to_thread(self._record_eval, batch.meta(), collected)
         n_tasks = len(collected.statuses)
         return {"finished_task_count": n_tasks, "metrics": metrics, "error": error}
+
+    def _record_eval(self, meta: Mapping[str, Any], of: BatchResult) -> None:
+        tables = [decode(payload)[0] for payload in of.payloads]
+        table = pa.concat_tables(tables).slice(0, self.cfg.monitor.record_eval)
+        assert self._recorder is not None
+        if table.num_rows and "eval" in meta:
+            name = meta["eval"] if self._verb == "eval" else f"{self._verb}/{meta['eval']}"
+            total = max(sum(t.num_rows for t in tables), of.counts.succeeded)
+            self._recorder.evaluation(meta["step"], meta["model_version"], name, table, total)
 
     # the end --------------------------------------------------------------------------
     async def abort_batch(
@@ -388,6 +429,20 @@ def _joined(before: Optional[BatchResult], part: BatchResult) -> BatchResult:
     return replace(part, statuses=statuses, payloads=payloads)
 
 
+def with_rows_kept(tasks: Sequence[Task], n_rows: int) -> list[Task]:
+    """The tasks, so many of which are to bring their rows that there are about ``n_rows``; these
+    are spread over all of them."""
+    runs = sum(task.repeat_times for task in tasks)
+    if not runs or not n_rows:
+        return list(tasks)
+    wanted, found, seen = min(n_rows / runs, 1.0), 0.0, list[Task]()
+    for task in tasks:
+        found += wanted
+        seen.append(replace(task, keep_rows=found >= 1.0 - 1e-9))
+        found -= seen[-1].keep_rows
+    return seen
+
+
 class ExperiencePipeline:
     """Operators in the configured order, then the grouped advantage, over the experiences of one
     batch. ``max_prompt_tokens`` is only quoted.
@@ -409,14 +464,14 @@ class ExperiencePipeline:
                 "masked or punished; leave one of them out"
             )
         self._max_prompt_tokens = max_prompt_tokens
-        self._steps: list[tuple[str, AdvantageFn]] = []
+        self._steps: list[tuple[str, AdvantageFn, Optional[Why]]] = []
         for place, cfg in enumerate(operators):
             used = sum(other.name == cfg.name for other in operators[:place])
             label = f"{cfg.name}#{used + 1}" if used else cfg.name
             operator = build(f"operator {cfg.name!r}", OPERATORS.get(cfg.name), cfg.args)
-            self._steps.append((label, operator.process))
+            self._steps.append((label, operator.process, getattr(operator, "why", None)))
         if advantage_fn is not None:
-            self._steps.append(("advantage", advantage_fn))
+            self._steps.append(("advantage", advantage_fn, None))
 
     @classmethod
     def from_config(cls, cfg: Config) -> ExperiencePipeline:
@@ -425,9 +480,11 @@ class ExperiencePipeline:
         advantage_fn = None if getattr(spec, "advantage_in_trainer", False) else spec.advantage_fn
         return cls(cfg.buffer.operators, advantage_fn, cfg.model.max_prompt_tokens)
 
-    def process(self, payloads: Sequence[bytes]) -> tuple[pa.Table, Metrics, int]:
-        """Table to commit, metrics (``experience_pipeline/...``, ``rollout/...``), and rows
-        filtered out. CPU work: it belongs in a thread.
+    def process(
+        self, payloads: Sequence[bytes], dropped: Optional[Dropped] = None
+    ) -> tuple[pa.Table, Metrics, int]:
+        """Table to commit, metrics (``experience_pipeline/...``, ``rollout/...``), and how many
+        rows were filtered out, which ``dropped`` is told. CPU work: it belongs in a thread.
 
         The rows of a task are made to lie together. An operator's metrics carry its name,
         so two operators never overwrite each other; ``selector_metric``, which is no
@@ -451,14 +508,16 @@ class ExperiencePipeline:
         rows = LazyRows(table)
         experiences = rows.experiences
         metrics: Metrics = {**row_statistics(table)}
-        for label, step in self._steps:
-            before = len(experiences)
+        for label, step, why in self._steps:
+            before = list(experiences)
             experiences, found = step(experiences)
-            if len(experiences) > before:
+            if len(experiences) > len(before):
                 raise ValueError(
-                    f"pipeline step {label!r} returned {len(experiences)} of {before} "
+                    f"pipeline step {label!r} returned {len(experiences)} of {len(before)} "
                     "experiences; a step may change or drop rows, not add them"
                 )
+            if dropped is not None:
+                dropped.compare(label, before, experiences, why)
             observed = found.pop(SELECTOR_METRIC, None)
             if observed is not None:
                 metrics[SELECTOR_METRIC] = {**metrics.get(SELECTOR_METRIC, {}), **observed}
@@ -482,6 +541,10 @@ class ExperiencePipeline:
                 self._max_prompt_tokens,
             )
             result = result.slice(0, 0)
+            if dropped is not None:
+                dropped.compare(PROMPT_TRUNCATED, experiences, [])
+        if dropped is not None:
+            dropped.source = rows
         return result, metrics, table.num_rows - result.num_rows
 
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
@@ -67,7 +68,10 @@ class Evaluations:
         self._evaluating = (step, version)
         for name in self._reader.evals:
             tasks = await asyncio.to_thread(self._reader.read_eval, name)
-            await self._coordinator.submit_batch(f"{step}/{name}", tasks, EVAL)
+            meta = {"step": step, "model_version": version, "eval": name}
+            await self._coordinator.submit_batch(
+                f"{step}/{name}", tasks, EVAL, meta=partial(dict, meta)
+            )
             finish = self._finish(step, name, version)
             self.in_flight.append(asyncio.ensure_future(finish))
 

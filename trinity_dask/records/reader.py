@@ -12,7 +12,6 @@ from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -24,6 +23,7 @@ from trinity_dask.records.layout import (
     FAILED_SCHEMA,
     FILTERED,
     KEPT,
+    RECORDS_KEY,
     TRAINER,
     TRAINER_COLUMNS,
     Part,
@@ -253,26 +253,21 @@ class Rollouts:
 
     # what is not there ----------------------------------------------------------------------
     def left_out(self) -> dict[str, int]:
-        """Rows of each kind that were beyond the bounds of ``monitor.record_*``."""
-        counts: dict[str, int] = dict.fromkeys((FILTERED, FAILED), 0)
-        for source in self.sources:
-            for part in self.parts(source):
-                if part.kind in counts:
-                    counts[part.kind] += part.left_out
-        return counts
+        """Filtered rows and failed runs that were beyond the bounds of ``monitor.record_*``."""
+        return {kind: counts["left_out"] for kind, counts in self.accounts().items()}
 
-    def accounts(self) -> dict[str, tuple[int, int]]:
-        """For filtered rows and failed runs: recorded and left out, and what the manifests count.
+    def accounts(self) -> dict[str, dict[str, int]]:
+        """Of ``filtered`` (rows) and ``failed`` (runs): how many were ``recorded``, ``left_out``,
+        and how many the manifests have ``counted``.
 
-        They are equal for a job that was recorded from its beginning.
+        The first two make the third in a job that was recorded from its beginning.
         """
-        found = {FILTERED: np.zeros(2, int), FAILED: np.zeros(2, int)}
-        for source in self.sources:
-            for part in source.parts():
-                if part.kind in found:
-                    found[part.kind][0] += (part.rows or 0) + part.left_out
-                elif part.kind == KEPT:
-                    counts = part.meta.get("accounts", {})
-                    for kind, totals in found.items():
-                        totals[1] += int(counts.get(kind, 0))
-        return {kind: (int(a), int(b)) for kind, (a, b) in found.items()}
+        found = {kind: {"recorded": 0, "left_out": 0, "counted": 0} for kind in (FILTERED, FAILED)}
+        kept = (p for source in self.sources for p in source.parts() if p.kind == KEPT)
+        for meta in (part.meta for part in kept):
+            for kind, counts in found.items():
+                entry = meta.get(RECORDS_KEY, {}).get(kind, {})
+                counts["recorded"] += int(entry.get("rows", 0))
+                counts["left_out"] += int(entry.get("left_out", 0))
+                counts["counted"] += int(meta.get("accounts", {}).get(kind, 0))
+        return found

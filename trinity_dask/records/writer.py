@@ -12,7 +12,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -64,15 +64,17 @@ class Recorder:
     def _files(self) -> LocalFiles | FsspecFiles:
         return open_files(self.url, self._options)
 
-    def of_batch(self, kind: str, batch_id: int | str, table: pa.Table, total: int) -> Entry:
+    def of_batch(
+        self, kind: str, batch_id: int | str, table: Callable[[], pa.Table], total: int
+    ) -> Entry:
         """Write rows of a batch that is about to be committed: the first of ``total``.
 
         The entry belongs into the manifest, under ``RECORDS_KEY``: it makes them exist.
         """
-        if not total:
-            return Entry("", 0, 0)
+        if not total or not getattr(self.limits, f"record_{kind}"):
+            return Entry("", 0, total)
         path = f"{kind}/{batch_key(batch_id)}-{uuid.uuid4().hex}.arrow"
-        rows = self._put(path, table, total, {"batch": batch_id})
+        rows = self._put(path, table(), total, {"batch": batch_id})
         return Entry(path if rows else "", rows, total - rows)
 
     def evaluation(

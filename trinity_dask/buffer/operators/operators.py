@@ -6,7 +6,9 @@ number, is dropped or left as it is. Grouping is by task (``eid.tid``).
 
 An operator is a class with ``process(exps) -> (exps, metrics)``, made with
 ``OperatorConfig.args`` as keyword arguments. Metrics are numbers; a key that begins with
-``time/`` and the key ``selector_metric`` are passed on as they are, others get its name.
+``time/`` and the key ``selector_metric`` are passed on as they are, others get its name. One that
+drops rows may have ``why(group) -> str``, which tells of the rows of one task, as they were before,
+for what reason some were dropped.
 """
 
 from __future__ import annotations
@@ -61,6 +63,9 @@ class RewardFilter:
         kept = [e for e in exps if e.reward is not None and e.reward >= self.threshold]
         return _filtered(exps, kept)
 
+    def why(self, group: Sequence[Experience]) -> str:
+        return f"no reward, or one below {self.threshold:g}"
+
 
 @OPERATORS.register_module("invalid_reward_filter")
 class InvalidRewardFilter:
@@ -68,6 +73,9 @@ class InvalidRewardFilter:
 
     def process(self, exps: list[Experience]) -> Result:
         return _filtered(exps, [e for e in exps if is_valid(e.reward)])
+
+    def why(self, group: Sequence[Experience]) -> str:
+        return "no reward, or one that is not a number"
 
 
 @OPERATORS.register_module("reward_std_filter")
@@ -92,6 +100,12 @@ class RewardStdFilter:
         metrics |= _summary("origin_group_advantages/reward_mean", [r.mean() for r in scored])
         metrics |= _summary("origin_group_advantages/reward_std", [r.std(0) for r in scored])
         return result, metrics
+
+    def why(self, group: Sequence[Experience]) -> str:
+        rewards = _of_runs([(e, e.reward) for e in group])
+        if rewards.is_flat:
+            return f"{len(rewards.of_runs())} runs that count, all with the same reward"
+        return f"the group's rewards have a std of {rewards.std(0):.4g}, at most {self.threshold:g}"
 
 
 @OPERATORS.register_module("dapo_dynamic_sampling")
@@ -123,6 +137,13 @@ class DAPODynamicSampling:
         wrong = sum(len(groups[tid]) for tid, hits in alike.items() if not any(hits))
         metrics |= {"dropped_all_correct": float(correct), "dropped_all_wrong": float(wrong)}
         return result, metrics | {"kept_group_count": float(len(kept))}
+
+    def why(self, group: Sequence[Experience]) -> str:
+        outcomes = [(e, e.metrics.get(self.metric_key, e.reward)) for e in group]
+        hits = [hit > self.correct_threshold for hit in _of_runs(outcomes).of_runs().values()]
+        if len(hits) < 2:
+            return f"{len(hits)} runs that count; a group needs two"
+        return f"{sum(hits)} of {len(hits)} runs are right: nothing to compare"
 
 
 @OPERATORS.register_module("mask_response_truncated")

@@ -118,8 +118,8 @@ async def stop(jobs: Sequence[asyncio.Future[Any]]) -> None:
             job.exception()  # marks it as seen: it was given up on purpose
 
 
-def as_run_error(error: BaseException) -> RunError:
-    """The error as data: type, beginning of the message, end of the traceback.
+def as_run_error(error: BaseException, run: Optional[int] = None) -> RunError:
+    """The error of run ``run`` as data: type, beginning of the message, end of the traceback.
 
     It travels with every failed run of a group, and into logs.
     """
@@ -127,7 +127,7 @@ def as_run_error(error: BaseException) -> RunError:
     cut = len(message) - MESSAGE_CHARS
     if cut > 0:
         message = f"{message[:MESSAGE_CHARS]}... ({cut} more characters)"
-    return RunError(type(error).__name__, message, text[-TRACEBACK_CHARS:])
+    return RunError(type(error).__name__, message, text[-TRACEBACK_CHARS:], run)
 
 
 class LoopBridge:

@@ -131,7 +131,8 @@ class WorkflowRunner:
     ) -> tuple[Status, bytes]:
         """Run ``task`` ``repeat_times`` times; the status, and the payload with the experiences.
 
-        The payload's header is the whole outcome. An eval task's payload has no rows. The model
+        The payload's header is the whole outcome. An eval task's payload has no rows, unless they
+        are to be kept. The model
         versions before and after the runs stand in for those of an experience that does not
         know the version of its tokens. Never raises for anything the workflow or its reward does.
         """
@@ -170,7 +171,7 @@ class WorkflowRunner:
         status = Status(completed, n, metrics, message)
         tokens = sum(int(e.action_mask.sum()) for e in experiences if e.action_mask is not None)
         outcome = AttemptOutcome(status, tuple(runs.errors), seconds, runs.retryable, facts, tokens)
-        return status, encode([] if task.is_eval else experiences, header_of(outcome))
+        return status, encode(experiences if task.wants_rows else [], header_of(outcome))
 
     def get_runner_state(self) -> list[dict[str, Any]]:
         """One row per lane (Trinity-RFT's runner) that has run something, its last or present
@@ -295,10 +296,11 @@ class WorkflowRunner:
                 single = self._single(cls, attempt, attempt.base + index)
                 runs.completed.append(await until_recalled(single))
             except Exception as error:  # a failed run is data
-                runs.errors.append(as_run_error(error))
+                runs.errors.append(as_run_error(error, attempt.base + index))
                 if not attempt.partial:
                     skipped = SiblingFailed("not started: an earlier run of its group failed")
-                    runs.errors += [as_run_error(skipped)] * (attempt.n - index - 1)
+                    later = range(attempt.base + index + 1, attempt.base + attempt.n)
+                    runs.errors += [as_run_error(skipped, run) for run in later]
                     break
         return runs
 
@@ -313,7 +315,7 @@ class WorkflowRunner:
         late = await wait_recallable(children, limit, when)
         await stop(list(late))
         runs = Runs()
-        for child in children:
+        for run, child in zip(numbers, children, strict=True):
             try:
                 if child in late and was_recalled():
                     raise Recalled
@@ -323,7 +325,7 @@ class WorkflowRunner:
                     raise RunCancelled(f"{attempt.task.workflow} was cancelled from within")
                 runs.completed.append(child.result())
             except Exception as error:  # a failed run is data
-                runs.errors.append(as_run_error(error))
+                runs.errors.append(as_run_error(error, run))
         return runs
 
     async def _single(
@@ -461,7 +463,7 @@ def header_of(outcome: AttemptOutcome) -> dict[str, Any]:
         "total_runs": status.total_runs,
         "metrics": status.metrics,
         "message": status.message,
-        "errors": [[e.type, e.message, e.traceback] for e in outcome.errors],
+        "errors": [[e.type, e.message, e.traceback, e.run] for e in outcome.errors],
         "seconds": outcome.seconds,
         "retryable": outcome.retryable,
         "runner": outcome.runner,

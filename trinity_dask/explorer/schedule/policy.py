@@ -37,6 +37,7 @@ class SchedulePolicy:
     wait_after_min_s: float = OverRolloutConfig.wait_after_min_s
     dynamic_ratio: Optional[float] = None
     warmup_min_steps: int = 1
+    failed_runs: int = 0  # of a batch that are remembered one by one
 
     @classmethod
     def from_config(cls, cfg: ExplorerConfig) -> SchedulePolicy:

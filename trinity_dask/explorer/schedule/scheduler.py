@@ -343,7 +343,8 @@ class Scheduler:
     ) -> None:
         self._cfg = cfg
         self._client = client
-        self._policy = SchedulePolicy.from_config(cfg.explorer)
+        policy = SchedulePolicy.from_config(cfg.explorer)
+        self._policy = replace(policy, failed_runs=cfg.monitor.record_failed)
         self.state = SchedulerState(self._policy, slots)
         self.lanes = LaneTable()
         self.changes = Changes()

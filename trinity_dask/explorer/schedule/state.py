@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Optional
@@ -35,6 +36,7 @@ from trinity_dask.explorer.schedule.tasks import (
     BatchResult,
     BatchState,
     Counts,
+    FailedRun,
     RunError,
     RunningAttempt,
     ScheduledTask,
@@ -312,6 +314,7 @@ class SchedulerState:
             batch.first_error,
             batch.retries,
             batch.complete,
+            tuple(batch.failed_runs),
         )
 
     @property
@@ -382,6 +385,7 @@ class SchedulerState:
             outcome = sub_task.task.cut_missing(sub_task, outcome, RECALLED)
         elif self.policy.tries_again(sub_task, outcome):
             batch.retries += 1
+            sub_task.earlier += tuple(map(str, outcome.errors[-1:]))
             if outcome.status.completed_runs and self.policy.partial_group == REPLACE:
                 sub_task.payload = payload
                 sub_task = sub_task.task.replace_missing(sub_task, outcome)
@@ -414,6 +418,7 @@ class SchedulerState:
         batch.failures.update(error.type for error in errors[:failed])
         if failed > len(errors):  # successful runs of a group that was dropped as a whole
             batch.failures[GROUP_DROPPED] += failed - len(errors)
+        self._remember_failed(batch, task, failed)
         if failed and errors and batch.first_error is None:
             batch.first_error = errors[0]
         if kept or not cancelled:
@@ -434,6 +439,38 @@ class SchedulerState:
                 sub.outcome = replace(sub.outcome, status=status, errors=())
         batch.unfinished_tasks -= 1
         return [Emit(batch.batch_id, batch.complete)]
+
+    def _remember_failed(self, batch: BatchState, task: ScheduledTask, failed: int) -> None:
+        """The ``failed`` runs of a task one by one, as far as the batch may have more of them."""
+        room = min(self.policy.failed_runs - len(batch.failed_runs), failed)
+        if room <= 0:
+            return
+        asked = getattr(task.task, "task_desc", None)
+        prompt = (
+            asked if isinstance(asked, str) or asked is None else json.dumps(asked, default=str)
+        )
+        facts: dict[str, Any] = {
+            "prompt": prompt or "",
+            "source": str(getattr(task.task, "source", "")),
+        }
+        found: list[FailedRun] = []
+        for sub in task.sub_tasks:
+            errors = sub.outcome.errors if sub.outcome is not None else ()
+            all_of_them = len(errors) == sub.repeat_times
+            for index, error in enumerate(errors):
+                known = sub.run_id_base + index if all_of_them else None
+                run = known if error.run is None else error.run
+                more: dict[str, Any] = {
+                    "attempts": sub.attempts,
+                    "error": error,
+                    "earlier": sub.earlier,
+                }
+                found.append(FailedRun(task.batch_id, task.task_id, run, **more, **facts))
+        dropped = RunError(GROUP_DROPPED, "finished, but another run of its group failed")
+        attempts = max((sub.attempts for sub in task.sub_tasks), default=1)
+        whole = FailedRun(task.batch_id, task.task_id, None, attempts, dropped, **facts)
+        found += [whole] * (failed - len(found))
+        batch.failed_runs += found[:room]
 
     def _cut(self, batch: BatchState, now: float) -> list[Instruction]:
         """The batch's time is over: once its attempts are asked back, then they are cancelled."""

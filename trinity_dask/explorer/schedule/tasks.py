@@ -29,11 +29,13 @@ def sort_batch_id(batch_id: BatchId) -> tuple[float, int]:
 
 @dataclass(frozen=True)
 class RunError:
-    """Why a run failed: exception type, message, and the end of its traceback."""
+    """Why a run failed: exception type, message, and the end of its traceback; which run it was,
+    where that is known."""
 
     type: str
     message: str
     traceback: str = ""
+    run: Optional[int] = None
 
     def __str__(self) -> str:
         return f"{self.type}: {self.message}"
@@ -104,6 +106,21 @@ class Counts:
         return self.scheduled - self.succeeded - self.failed - self.cancelled
 
 
+@dataclass(frozen=True)
+class FailedRun:
+    """A run that counts as failed, by the error of its last attempt; ``earlier`` has one error of
+    each attempt before. ``prompt`` and ``source`` are those of its task ("" where it has none)."""
+
+    batch_id: BatchId
+    task_id: BatchId
+    run: Optional[int]
+    attempts: int
+    error: RunError
+    earlier: tuple[str, ...] = ()
+    prompt: str = ""
+    source: str = ""
+
+
 @dataclass
 class SubTask:
     """``repeat_times`` runs of a task from run ``run_id_base`` on: what is submitted at once.
@@ -120,6 +137,7 @@ class SubTask:
     outcome: Optional[AttemptOutcome] = None
     payload: Optional[bytes] = None
     cancelled: bool = False
+    earlier: tuple[str, ...] = ()  # an error of each attempt that another one followed
 
     @property
     def finished(self) -> bool:
@@ -182,6 +200,7 @@ class ScheduledTask:
         sub_task.outcome = AttemptOutcome(status, (), outcome.seconds)
         base = max(self.total_runs, *(s.run_id_base + s.repeat_times for s in self.sub_tasks))
         again = SubTask(self, missing, base, sub_task.attempts, sub_task.group)
+        again.earlier = sub_task.earlier
         self.sub_tasks.append(again)
         return again
 
@@ -207,8 +226,8 @@ class BatchResult:
 
     ``statuses`` (one per finished task, in order of completion), ``payloads`` of all their
     sub-tasks, run ``counts`` of the whole batch so far, number of failed runs by error type,
-    the first error, the number of attempts that were repeated, and whether nothing of the
-    batch is outstanding.
+    the first error, the number of attempts that were repeated, whether nothing of the
+    batch is outstanding, and the first of the failed runs.
     """
 
     batch_id: BatchId
@@ -219,6 +238,7 @@ class BatchResult:
     first_error: Optional[RunError] = None
     retries: int = 0
     complete: bool = True
+    failed_runs: tuple[FailedRun, ...] = ()
 
 
 @dataclass
@@ -241,6 +261,7 @@ class BatchState:
     failures: Counter[str] = field(default_factory=Counter)
     first_error: Optional[RunError] = None
     retries: int = 0
+    failed_runs: list[FailedRun] = field(default_factory=list)
     cut: bool = False  # nothing of it is started any more
 
     @property
