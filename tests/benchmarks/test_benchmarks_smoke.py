@@ -42,6 +42,7 @@ ROWS = {
         rf"\| replaces a killed one \| {NUMBER} s \| {NUMBER} s",
     ],
     "learning": [r'^{"engine": "torch", "seed": 1, .*"eval_end": \d', "sort_digits: greedy eval"],
+    "long_run": [rf"^\| \d+ \| {NUMBER} \| {NUMBER} \|", rf"at the start: {NUMBER}"],
     "rewards": [
         *(rf"^{name} +{NUMBER}%( +{NUMBER}){{3}}$" for name in ("accuracy_reward", "math-verify"))
     ],
