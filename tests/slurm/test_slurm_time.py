@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import urllib.request
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -121,11 +124,17 @@ def test_engines_that_come_and_go_cost_no_attempt(
         *("algorithm.repeat_times=4", "buffer.batch_size=16", "explorer.eval_interval=0"),
         *("explorer.eval_on_startup=false", "explorer.eval_at_end=false"),
         *("explorer.max_retry_times=0", "buffer.total_steps=100000"),
+        "cluster.dashboard_address=127.0.0.1:0",
         f"checkpoint_root_dir={tmp_path}",
     )
 
     def engines() -> int:
         return (run.status.get("workers") or {}).get("engines", 0)
+
+    def shown() -> dict[str, Any]:
+        with urllib.request.urlopen(f"{run.page_link}/api/runs", timeout=30) as answer:
+            (found,) = json.load(answer)
+        return found
 
     with Run(cfg) as run:
         for n_workers in (1, 3, 1):
@@ -136,7 +145,14 @@ def test_engines_that_come_and_go_cost_no_attempt(
             until(partial(lambda b: run.status["step"] > b + 2, begun), "steps", 60)
         run.stop()
         status = run.wait(60)
+        until(lambda: shown()["state"] == "interrupted", "end on the dashboard's page", 60)
+        seen = shown()
     assert status["state"] == "interrupted", status
+    # the dashboard's page of this cluster shows the same, and which of the engines has stayed
+    assert seen["status"]["accounts"] == status["accounts"]
+    states = [engine["state"] for engine in seen["engines"].values()]
+    assert states.count("serving") == 1, states
+    assert set(states) <= {"serving", "lost"}, states  # who left may still come back
     accounts = status["accounts"]
     assert (accounts["failed"], accounts["cancelled"]) == (0, 0)
     assert accounts["scheduled"] == accounts["succeeded"] == accounts["committed"]

@@ -8,7 +8,7 @@ import dask
 import pytest
 from distributed import Client
 
-from trinity_dask.cluster.local import dashboard_of
+from trinity_dask.cluster.local import at_host, dashboard_of
 
 
 @pytest.fixture(scope="module")
@@ -46,3 +46,19 @@ def test_a_template_that_can_be_filled_in_is_used(
         link = dashboard_of(client)
     assert link is not None
     assert link.startswith("/user/a/proxy/")
+
+
+@pytest.mark.parametrize(
+    ("link", "listens", "wanted"),
+    [
+        ("http://10.0.0.7:8787/status", "127.0.0.1:0", "http://127.0.0.1:8787/status"),
+        ("http://10.0.0.7:8787/status", "0.0.0.0:8787", "http://10.0.0.7:8787/status"),
+        ("http://10.0.0.7:8787/status", ":8787", "http://10.0.0.7:8787/status"),
+        ("https://hub/user/joe/proxy/8787/status", "127.0.0.1:0", None),  # a site's template
+        ("/user/joe/proxy/8787/status", "127.0.0.1:0", None),
+    ],
+)
+def test_the_link_leads_to_where_the_dashboard_listens(
+    link: str, listens: str, wanted: str | None
+) -> None:
+    assert at_host(link, "tls://10.0.0.7:34000", listens) == (wanted or link)

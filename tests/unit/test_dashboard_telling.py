@@ -100,9 +100,12 @@ def test_engines_are_told_of_when_they_have_changed(monkeypatch: pytest.MonkeyPa
     pool.found.clear()
     now = 200.0
     assert watch.look(stage)["engine-0"]["state"] == "up"
-    del workers._workers["engine-0"]
+    workers.down("engine-0")  # its engine has left
+    workers.down("runner-0")  # which will come back
     now = 210.0
-    assert watch.look(stage)["engine-0"] == {"state": "gone"}
+    told = watch.look(stage)
+    assert told["engine-0"] == {"state": "gone"}
+    assert told["runner-0"]["state"] == "lost"
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import dask
 import psutil
@@ -68,9 +69,11 @@ class LocalGroups:
 
     @property
     def dashboard_link(self) -> str | None:
-        if self._cluster is None or self._cfg.cluster.dashboard_address is None:
+        address = self._cfg.cluster.dashboard_address
+        if self._cluster is None or address is None:
             return None
-        return dashboard_of(self._cluster)
+        link = dashboard_of(self._cluster)
+        return link and at_host(link, self._cluster.scheduler_address, address)
 
     def start(self) -> None:
         """Start everything.
@@ -209,6 +212,15 @@ def dashboard_of(owner: SpecCluster | Client) -> str | None:
     except (KeyError, IndexError, ValueError, AttributeError):
         with dask.config.set({"distributed.dashboard.link": PLAIN_LINK}):
             return owner.dashboard_link or None
+
+
+def at_host(link: str, scheduler: str, listens: str) -> str:
+    """``link`` with the host at which the dashboard listens (``host:port``), where Dask has put
+    that of the scheduler; a site's template may name neither."""
+    parts, host = urlsplit(link), listens.rpartition(":")[0]
+    if host in ("", "0.0.0.0", "[::]") or parts.hostname != urlsplit(scheduler).hostname:
+        return link
+    return parts._replace(netloc=f"{host}:{parts.port}").geturl()
 
 
 def scheduler_options(cfg: ClusterConfig) -> dict[str, Any]:

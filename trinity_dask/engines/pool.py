@@ -62,6 +62,7 @@ class _Engine:
     restarts: int = 0
     leaves: bool = False  # its worker has said that it is about to go
     version: int | None = None  # of its weights; None: the start model
+    served: bool = False  # before, or now
 
     @property
     def slot(self) -> str:
@@ -196,8 +197,8 @@ class EnginePool:
     def _state(self, engine: _Engine) -> str:
         if engine.leaves:
             return "leaving"
-        if engine.slot in self._busy and engine.incarnation + engine.restarts > 0:
-            return "lost"  # and on its way back
+        if engine.slot in self._busy and engine.served:
+            return "lost"  # and perhaps on its way back
         if engine.ready:
             return "serving"
         return "waiting" if engine.holds else "starting"
@@ -206,7 +207,7 @@ class EnginePool:
         """These engines hold the current weights; rollouts may use them."""
         for slot in slots:
             await rpc(self.handle(slot), "open", timeout=CLOSE_TIMEOUT_S)
-            self._engines[slot].ready = True
+            self._engines[slot].ready = self._engines[slot].served = True
         self._changes.notify()
 
     async def wait_present(self, timeout_s: float) -> None:

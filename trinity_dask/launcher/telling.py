@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from trinity_dask.config import modes
 from trinity_dask.config.compose import to_yaml
 from trinity_dask.config.schema import Config
+from trinity_dask.explorer.schedule.workers import ROLLOUT
 from trinity_dask.monitor.events import RunEvents, past_events
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class EngineWatch:
         now = time.monotonic()
         states = stage.pool.states() if stage.pool is not None else {}
         for worker in stage.coordinator.workers if stage.coordinator is not None else ():
+            if not worker.up and worker.name not in states and worker.group == ROLLOUT:
+                continue  # its engine has left
             looks = self._looks.setdefault(worker.name, deque())
             share = len(worker.running) / worker.capacity if worker.up else 0.0
             looks.append((now, share, worker.response_tokens))
