@@ -103,7 +103,7 @@ def test_every_row_of_a_job_is_one_row_of_the_index(cfg: Config) -> None:
     recorder, rows = Recorder(cfg), a_batch(cfg, 1)
     a_batch(cfg, 2)
     recorder.evaluation(2, 7, "held/out", experiences("2/held/out", 1), 9)
-    recorder.train_step(1, 0, 1, trained(rows, -0.25))
+    recorder.train_step(1, 0, 1, trained(rows, -0.25), 99)
     found = trinity_dask.rollouts(cfg.job_dir)
     table = found.table()
     counts = dict(table.group_by("status").aggregate([("row", "count")]).to_pandas().values)
@@ -128,8 +128,8 @@ def test_every_row_of_a_job_is_one_row_of_the_index(cfg: Config) -> None:
 
 def test_a_row_that_is_trained_twice_is_one_row(cfg: Config) -> None:
     recorder, rows = Recorder(cfg), a_batch(cfg, 1)
-    recorder.train_step(1, 0, 1, trained(rows, -0.25))
-    recorder.train_step(2, 0, 1, trained(rows.slice(0, 1), -0.125))
+    recorder.train_step(1, 0, 1, trained(rows, -0.25), 99)
+    recorder.train_step(2, 0, 1, trained(rows.slice(0, 1), -0.125), 99)
     names = ["train_step", "uses", "train_logprobs", "train_entropy", "train_mask"]
     found = trinity_dask.rollouts(cfg.job_dir).where(status="trained").table(names).to_pylist()
     assert [(r["train_step"], r["uses"], r["train_logprobs"][0]) for r in found] == [
@@ -143,10 +143,10 @@ def test_a_step_that_is_done_again_is_there_once(cfg: Config) -> None:
     """By as many ranks as before, or by fewer."""
     recorder, rows = Recorder(cfg), a_batch(cfg, 1)
     for rank in range(2):
-        recorder.train_step(1, rank, 2, trained(rows.slice(2 * rank, 2), -1.0))
+        recorder.train_step(1, rank, 2, trained(rows.slice(2 * rank, 2), -1.0), 99)
     found = trinity_dask.rollouts(cfg.job_dir)
     assert found.table(["uses"])["uses"].drop_null().to_pylist() == [1] * 4
-    recorder.train_step(1, 0, 1, trained(rows, -2.0))
+    recorder.train_step(1, 0, 1, trained(rows, -2.0), 99)
     again = found.where(status="trained").table(["uses", "train_logprobs"]).to_pylist()
     assert again == [{"uses": 1, "train_logprobs": [-2.0] * 4}] * 4
 

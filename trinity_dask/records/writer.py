@@ -74,7 +74,7 @@ class Recorder:
         if not total or not getattr(self.limits, f"record_{kind}"):
             return Entry("", 0, total)
         path = f"{kind}/{batch_key(batch_id)}-{uuid.uuid4().hex}.arrow"
-        rows = self._put(path, table(), total, {"batch": batch_id})
+        rows = self._put(path, self._within(table()), total, {"batch": batch_id})
         return Entry(path if rows else "", rows, total - rows)
 
     def evaluation(
@@ -82,16 +82,24 @@ class Recorder:
     ) -> None:
         """Write answers of an evaluation; those of the same one before are replaced."""
         path = f"{EVAL}/{step}.{model_version}.{quote(name, safe='')}.arrow"
-        self._put(path, table, total, {"name": name, "model_version": model_version})
+        facts = {"name": name, "model_version": model_version}
+        self._put(path, self._within(table), total, facts)
 
-    def train_step(self, step: int, rank: int, world_size: int, table: pa.Table) -> None:
-        """Write what one rank did in a train step; a step that is done again is replaced."""
+    def train_step(
+        self, step: int, rank: int, world_size: int, table: pa.Table, with_numbers: int
+    ) -> None:
+        """Write what one rank did in a train step; a step that is done again is replaced.
+
+        All rows are named; the first ``with_numbers`` have their log-probs and the like.
+        """
         path = f"{TRAINER}/{step}.{rank}of{world_size}.arrow"
-        self._put(path, table, table.num_rows, {})
+        self._put(path, table, table.num_rows, {"with_numbers": with_numbers})
+
+    def _within(self, table: pa.Table) -> pa.Table:
+        return within(table, int(self.limits.record_mb * MB))
 
     def _put(self, path: str, table: pa.Table, total: int, facts: Mapping[str, Any]) -> int:
         """How many rows were written."""
-        table = within(table, int(self.limits.record_mb * MB))
         rows = table.num_rows
         meta = {**facts, "total": total, "left_out": total - rows, "time": time.time()}
         named = table.replace_schema_metadata({META_KEY: json.dumps(meta).encode()})

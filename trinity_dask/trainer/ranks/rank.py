@@ -69,6 +69,7 @@ from trinity_dask.trainer.ranks.parallel import (
 from trinity_dask.trainer.sources import TrainInput, stale_metrics, without_stale
 from trinity_dask.trainer.step.batching import collate
 from trinity_dask.trainer.step.engine import StepEngine
+from trinity_dask.trainer.step.recording import StepRecorder
 from trinity_dask.trainer.step.row_metrics import (
     available_fields,
     describe_rows,
@@ -164,6 +165,7 @@ class TrainerRank:
         self._store: Optional[ExperienceStore] = None  # that the last step read from
         self._loaded: Optional[_Loaded] = None
         self._shared = SharedFiles()  # what it has written for method memory
+        self._recorder = StepRecorder(cfg, rank, world_size)
 
     async def follow(self, name: str, *args: Any) -> None:
         """On a peer: rank 0 runs operation ``name`` and needs this rank's shards."""
@@ -220,9 +222,8 @@ class TrainerRank:
         for waiting in self._steps.values():
             waiting.cancel()
         self._steps = {}
-        arguments = (master, generation, model_path, checkpoint)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.thread, self._prepare, *arguments)
+        run = functools.partial(self._prepare, master, generation, model_path, checkpoint)
+        return await asyncio.get_running_loop().run_in_executor(self.thread, run)
 
     def _prepare(
         self, master: str, generation: int, model_path: str, checkpoint: Optional[str]
@@ -302,6 +303,7 @@ class TrainerRank:
     async def close(self) -> None:
         """Drop model and groups. What still runs in the thread is not waited for."""
         self._loaded = None
+        await asyncio.to_thread(self._recorder.close)
         if self.sharded:
             close_mesh()
         self.thread.shutdown(wait=False, cancel_futures=True)
@@ -336,17 +338,17 @@ class TrainerRank:
         # on all rows, before the ranks part: one rank that refuses alone would leave its
         # peers waiting for it in a sum
         engine.check(available_fields(table))
-        groups = group_codes(table)
-        plan = engine.planner.plan(row_lengths(table), step, self.rank, self.world_size, groups)
+        place = self.rank, self.world_size
+        plan = engine.planner.plan(row_lengths(table), step, *place, group_codes(table))
         mine = table if len(plan.rows) == table.num_rows else table.take(pa.array(plan.rows))
         batch = collate(mine, self._now.pad_token_id, table)
         whole = batch
         if mine is not table and engine.spec.advantage_in_trainer:
             whole = collate(table, self._now.pad_token_id)
         ready = time.perf_counter()
-        metrics = engine.train_step(batch, step, plan, whole)
-        metrics["time/load_rows"] = ready - start
-        metrics["time/update"] = time.perf_counter() - ready
+        look = functools.partial(self._recorder.take, mine, step, whole=url is None)
+        metrics = engine.train_step(batch, step, plan, whole, look)
+        metrics |= {"time/load_rows": ready - start, "time/update": time.perf_counter() - ready}
         metrics["tokens"] = float(row_lengths(mine).sum())
         metrics["perf/max_memory_gb"] = max_memory_gb(self.device)
         metrics |= self._now.meter.of_step(batch, plan, metrics)
@@ -359,6 +361,7 @@ class TrainerRank:
     def save_checkpoint(self, job_dir: str, step: int, state: dict[str, Any], save_hf: bool) -> str:
         """Write ``global_step_<step>`` (called on rank 0 only); its path."""
         now, lead, begun = self._now, self.rank == 0, False
+        self._recorder.flush()
 
         def fill(directory: Path) -> None:
             nonlocal begun
@@ -396,7 +399,6 @@ class TrainerRank:
     async def open_weight_group(self, spec: WeightGroupSpec) -> Optional[float]:
         """Join generation ``spec.generation`` as rank 0; serves its store. Returns the bytes per
         second of a bare broadcast, if one was asked for."""
-
         now = self._now
         now.generation = spec.generation
         # not on the compute thread: the peers would wait for a train step to end, and the training
@@ -476,7 +478,6 @@ class TrainerRank:
         return self._now.engine.sequence_logprobs(sequences, temperature)
 
 
-# --------------------------------------------------------------------------- all of them
 class RanksFailed(RuntimeError):
     """Trainer ranks died more often than ``trainer.max_rank_restarts`` allows."""
 

@@ -10,7 +10,7 @@ the start of the step, for every mini-batch and epoch of it.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -60,12 +60,14 @@ FIELDS = {
 @dataclass(frozen=True)
 class MicroLoss:
     """Of one micro-batch: the loss, metrics without gradient, and log-probs ``[b, R]``
-    detached: the policy's and those it is compared with (None where nothing is)."""
+    detached: the policy's and those it is compared with (None where nothing is); the policy's
+    entropy, where it was measured."""
 
     loss: Tensor
     metrics: dict[str, Tensor]
     logprob: Tensor
     old: Optional[Tensor]
+    entropy: Optional[Tensor] = None
 
 
 class StepEngine:
@@ -179,6 +181,7 @@ class StepEngine:
         step: int,
         plan: Optional[UpdatePlan] = None,
         whole: Optional[Batch] = None,
+        look: Optional[Callable[[StepRows], None]] = None,
     ) -> dict[str, float]:
         """All updates of train step ``step`` (1 is the first).
 
@@ -187,6 +190,7 @@ class StepEngine:
                 ``plan.rows``; with no plan, all rows of the step on a single rank.
             whole: the collation of the rows of all ranks, for algorithms whose advantages
                 are computed here; None on a single rank.
+            look: called at the end with the rows and everything the step knew of them.
 
         Returns:
             Metrics ``actor/*``, ``critic/*``, ``advantage/*`` (global; means over the
@@ -233,6 +237,8 @@ class StepEngine:
                 own_tokens(rows.batch) & known[:, None].to(self.device),
                 rows.batch.get("advantages"),
             )
+        if look is not None:
+            look(rows)
         return metrics
 
     # before the first update ------------------------------------------------------------
@@ -304,6 +310,8 @@ class StepEngine:
                 part.loss.backward()
                 if index == 0:
                     rows.put("start_logprobs", micro, part.logprob)
+                    if part.entropy is not None:
+                        rows.put("entropy", micro, part.entropy)
                 if part.old is not None:
                     log_ratios.append((part.logprob - part.old)[own_tokens(micro.fields)])
                 add_into(sums, part.metrics)
@@ -373,7 +381,7 @@ class StepEngine:
                 logprob,
             )
         loss, metrics = spec.policy_loss(**inputs, **weights)
-        other = torch.zeros((), device=logprob.device)
+        other, entropy = torch.zeros((), device=logprob.device), None
         if scores.entropy is not None:
             entropy = scores.entropy.detach()
             metrics["entropy"] = token_share(entropy, fields["action_mask"], denominator)
@@ -384,7 +392,7 @@ class StepEngine:
                 metrics |= extra
         loss = loss + other
         metrics["final_loss"] = loss.detach()
-        return MicroLoss(loss, metrics, logprob, old)
+        return MicroLoss(loss, metrics, logprob, old, entropy)
 
     # other uses -------------------------------------------------------------------------
     @torch.no_grad()
