@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ import trinity_dask
 from trinity_dask.buffer.store.experience_store import ExperienceStore
 from trinity_dask.cli import main as cli
 from trinity_dask.dashboard.plugin import feeds_of
+from trinity_dask.launcher.job_lock import is_locked
 from trinity_dask.run import Run, RunFailed
+from trinity_dask.trainer.checkpoints.checkpoint import latest_complete
 
 WAIT_S = 240.0
 STEPS = 3
@@ -195,6 +199,43 @@ def test_fault_01_one_side_fails_and_the_other_ends_with_its_reason(
         trainer.wait(timeout=60)
     for run in (explorer, trainer):
         run.close()
+
+
+@pytest.mark.timeout(600)
+def test_a_run_whose_driver_is_killed_ends_by_itself_with_its_state_saved(job: Job) -> None:
+    words = [
+        *("+experiment=sort_task", "engine=torch", "cluster=address", "name=x", "prepare=null"),
+        *(f"cluster.address={job.address}", f"checkpoint_root_dir={job.root}"),
+        *(f"prepare_args.dir={job.data}", "algorithm.repeat_times=4", "buffer.batch_size=4"),
+        *("explorer.eval_interval=0", "explorer.eval_on_startup=false", "monitor.sinks=[jsonl]"),
+        *("buffer.total_steps=100000", "cluster.orphan_after_s=40"),
+    ]
+    driver = subprocess.Popen([sys.executable, "-m", "trinity_dask", "run", *words])
+    until(lambda: len(job.manifests()) > 2)
+    driver.kill()
+    driver.wait()
+    found = Run.attach(job.address, "x")  # asked for again, and left
+    assert found.state == "running", found.status
+    found.close()
+    folder = job.root / "trinity-dask" / "x"
+    until(lambda: latest_complete(folder) is not None and not is_locked(folder))
+    found = Run.attach(job.address, "x")
+    assert found.state == "interrupted"
+    assert "cluster.orphan_after_s" in found.status["message"]
+    assert found.status["accounts"]["trained"] > 0
+    found.close()
+    # and the next run has the workers, and goes on
+    steps = len(job.manifests()) + 1
+    again = job.run(f"buffer.total_steps={steps}")
+    assert again.wait(timeout=WAIT_S)["state"] == "done"
+    assert [m.batch_id for m in job.manifests()] == list(range(1, steps + 1))
+
+
+def until(true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 @pytest.mark.timeout(600)

@@ -256,6 +256,9 @@ class ClusterConfig:
     # address the scheduler and the workers of this machine listen on; auto = this machine's own
     host: str = "127.0.0.1"
     start_timeout_s: float = setting(120.0, gt=0)  # until all workers are there
+    # a run whose driver is gone saves its state and ends so long after it was last asked for; None
+    # = never. For schedulers that were started apart: elsewhere the workers end with the driver
+    orphan_after_s: Optional[float] = setting(86400.0, gt=0)
     local_directory: Optional[str] = None  # Dask scratch; None = a directory under the job
     # network interface of all traffic, as ib0; None = the one on the way to the scheduler
     interface: Optional[str] = None

@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from trinity_dask.aio import unless_set
+from trinity_dask.aio import ended, unless_set
 from trinity_dask.config import job_dir, modes
 from trinity_dask.config.schema import Config
 from trinity_dask.files import read_json, write_json
@@ -58,10 +58,12 @@ class Launcher:
         self._stage: Optional[StageRunner] = None
         self._stop_reason: Optional[str] = None
         self._stopping = asyncio.Event()
+        self._asked_at = 0.0  # when somebody last wanted to know how the run is
 
     # called by the driver ----------------------------------------------------------
     async def start(self) -> dict[str, Any]:
         """Begin; a second call changes nothing. Returns what identifies the run."""
+        self._asked_at = asyncio.get_running_loop().time()
         if self._task is None and self._board is None:
             self._board = self._make_board()
             self._task = asyncio.get_running_loop().create_task(self._run())
@@ -73,6 +75,7 @@ class Launcher:
 
     async def status(self, seen: int = 0, timeout_s: float = 0.0) -> dict[str, Any]:
         """The status once its version exceeds ``seen``, or after ``timeout_s`` seconds."""
+        self._asked_at = asyncio.get_running_loop().time()
         if self._board is None:
             return {"state": "starting", "version": 0, "message": ""}
         return await self._board.wait(seen, timeout_s)
@@ -93,6 +96,7 @@ class Launcher:
     # the job -------------------------------------------------------------------------
     async def _run(self) -> None:
         assert self._board is not None
+        orphan = asyncio.get_running_loop().create_task(self._end_orphan())
         try:
             async with JobLock(self.base_dir, 20.0, self.driver, claims_of(self.stages)):
                 await self._run_stages()
@@ -108,6 +112,21 @@ class Launcher:
             await self._board.update(state="failed", message=describe(error))
             if not isinstance(error, Exception):
                 raise
+        finally:
+            await ended([orphan])
+
+    async def _end_orphan(self) -> None:
+        """Stop a run that nobody asks for any more: a driver does all the time, while it lives."""
+        limit_s = self.stages[0].cluster.orphan_after_s
+        if limit_s is None:
+            return
+        loop = asyncio.get_running_loop()
+        while (left_s := self._asked_at + limit_s - loop.time()) > 0:
+            await asyncio.sleep(left_s)
+        await self.stop(
+            f"nobody has asked for this run for {limit_s:g} s (cluster.orphan_after_s): its driver "
+            "is gone"
+        )
 
     async def _run_stages(self) -> None:
         first = 0
