@@ -222,11 +222,15 @@ class Run:
 
         return load_metrics(self.base_dir)
 
-    def samples(self, step: int, stage: Optional[str] = None) -> pd.DataFrame:
-        """The experiences committed at explorer step ``step``, one row each."""
+    def samples(self, step: int, stage: Optional[str] = None, **which: Any) -> pd.DataFrame:
+        """The experiences committed at explorer step ``step``, one row each.
+
+        ``group="batch/task"`` takes one group; ``failed=True``, ``filtered=True``, ``eval=True``
+        give failed runs, filtered rows, answers of evaluations instead. See docs/records.md.
+        """
         from trinity_dask.run.results import load_samples
 
-        return load_samples(self.stages, step, stage)
+        return load_samples(self.stages, step, stage, **which)
 
     def __repr__(self) -> str:
         return card.line(self)
