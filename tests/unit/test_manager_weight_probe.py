@@ -35,6 +35,9 @@ class Engines:
     async def wait_present(self, timeout_s: float) -> None:
         assert timeout_s > 0
 
+    def took_weights(self, slots: list[Any], version: int) -> None:
+        assert set(slots) <= self.receipts.keys()
+
     def answer(self, slot: Any, method: str, *args: Any) -> Any:
         if method == "update_weights":
             return self.receipts[slot]
