@@ -77,9 +77,9 @@ def a_job(tmp_path: Path) -> Config:
 
 
 def commit(cfg: Config, batch: int | str, rows: pa.Table, **meta: Any) -> None:
-    store = cfg.buffer.trainer_input.experience_buffer.path
-    assert store is not None
-    ExperienceStore(store).commit(batch, rows, meta)
+    buffer = cfg.buffer.trainer_input.experience_buffer
+    assert buffer.path is not None
+    ExperienceStore(buffer.path, buffer.storage_options).commit(batch, rows, meta)
 
 
 def a_batch(cfg: Config, batch: int, n_filtered: int = 3, n_failed: int = 1) -> pa.Table:

@@ -8,13 +8,17 @@ from typing import Any
 import fsspec
 import pyarrow as pa
 import pytest
+from records_support import a_batch, a_job, experiences, trained
 
+from trinity_dask import rollouts
 from trinity_dask.buffer.errors import CorruptFileError, StoreError
 from trinity_dask.buffer.experience_buffer import ExperienceBuffer
 from trinity_dask.buffer.store.experience_store import ExperienceStore
+from trinity_dask.config import save
 from trinity_dask.config.schema import ExperienceBufferConfig
 from trinity_dask.experience import EID, Experience
 from trinity_dask.experience.schema import from_table, to_table
+from trinity_dask.records.writer import Recorder
 
 
 @pytest.fixture
@@ -93,3 +97,21 @@ def test_the_buffer_resumes_from_s3(url: str, s3: dict[str, Any], tmp_path: Path
         return ExperienceStore(url, s3).read(rest.refs).num_rows
 
     assert asyncio.run(asyncio.wait_for(scenario(), 120)) == 2
+
+
+def test_records_lie_beside_the_store(url: str, s3: dict[str, Any], tmp_path: Path) -> None:
+    """And are read from there, by the job's directory or by the store's address alone."""
+    cfg = a_job(tmp_path)
+    buffer = cfg.buffer.trainer_input.experience_buffer
+    buffer.path, buffer.storage_options = url, s3
+    save(cfg, tmp_path / "config.yaml")
+    kept = a_batch(cfg, 1)
+    recorder = Recorder(cfg)
+    recorder.train_step(1, 0, 1, trained(kept, -0.5), 4)
+    recorder.evaluation(1, 7, "held/out", experiences("1/held/out", 1), 9)
+    expected = ["trained"] * 4 + ["filtered"] * 3 + ["failed"] + ["eval"] * 2
+    for found in (rollouts(tmp_path), rollouts(url, storage_options=s3)):
+        assert found.table(["status"])["status"].to_pylist() == expected
+        numbers = found.where(status="trained").table(["train_logprobs"]).to_pylist()
+        assert numbers == [{"train_logprobs": [-0.5] * 4}] * 4
+    assert recorder.sweep(ExperienceStore(url, s3).manifests()) == 0
