@@ -43,12 +43,18 @@ class StepRecorder:
         self._writing: Optional[Future[None]] = None
 
     def take(self, table: pa.Table, step: int, rows: StepRows, whole: bool = False) -> None:
-        """Take what is known of ``rows``, made of ``table``, and have it written.
+        """Have written what is known of ``rows``, made of ``table``; nobody may change them after.
 
         ``whole``: the rows are in no store, so their tokens and texts are recorded too.
         """
         if self.limit == 0:
             return
+        self.flush()  # no more than one step waits
+        self._writing = self._thread.submit(self._write, table, step, rows, whole)
+        if self._interval and step % self._interval == 0:
+            self.flush()
+
+    def _write(self, table: pa.Table, step: int, rows: StepRows, whole: bool) -> None:
         owned = rows.plan.owned
         lengths = rows.widths.response[owned]
         within = np.flatnonzero(np.cumsum(lengths) <= self._max_tokens)
@@ -62,11 +68,7 @@ class StepRecorder:
                 known = rows.known.get(name)
                 values = as_lists(rows.batch[name], owned[:n], lengths[:n], known, len(owned))
             found = found.append_column(column, values.cast(TRAINER_COLUMNS[column]))
-        self.flush()
-        arguments = (step, *self._place, found, n)
-        self._writing = self._thread.submit(self._recorder.train_step, *arguments)
-        if self._interval and step % self._interval == 0:
-            self.flush()
+        self._recorder.train_step(step, *self._place, found, n)
 
     def flush(self) -> None:
         """Wait until what was taken is written."""
