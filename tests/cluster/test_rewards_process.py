@@ -138,6 +138,20 @@ def test_eight_healthy_rewards_that_wait_for_one_helper_all_succeed(monkeypatch,
     assert helpers.count == 1
 
 
+def test_async_rewards_that_wait_for_a_helper_in_threads_all_succeed(helpers):
+    """In turn they take five seconds, twice the limit of each."""
+    helpers.call("os:getpid", ())
+
+    async def slow(response):
+        two = (asyncio.to_thread(helpers.call, "time:sleep", (s,)) for s in (response, 0.0))
+        await asyncio.gather(*two)
+        return 1.0
+
+    facts = [{"response": 1.0}] * 5
+    found = asyncio.run(score_all(Reward("slow", slow, {}), facts, timeout_s=2.5))
+    assert found == [{"reward": 1.0}] * 5
+
+
 def test_a_stuck_reward_costs_itself_and_not_those_that_wait_behind_it(
     monkeypatch, tmp_path, helpers
 ):

@@ -200,6 +200,23 @@ def test_cancelling_a_request_aborts_it_and_the_engine_goes_on(served):
     served.assert_in_sync(served.generate(OTHER)[0], OTHER)
 
 
+def test_the_engine_says_how_far_the_answers_to_a_request_have_grown(served):
+    async def watch():
+        params = SamplingParams(n=2, max_tokens=50, min_tokens=50)
+        task = asyncio.create_task(served.actor.generate(PROMPT, params, "watched"))
+        seen = set()
+        while not task.done():
+            seen.add(served.actor._engine.sampled_tokens("watched"))
+            await asyncio.sleep(0.001)
+        await task
+        return seen
+
+    seen = served.run(watch())
+    assert {0} < seen
+    assert 50 < max(seen) <= 100
+    assert served.actor._engine.sampled_tokens("watched") == 0
+
+
 def test_bad_requests_are_refused_before_they_reach_the_engine(served):
     with pytest.raises(ValueError, match="vocabulary of 99"):
         served.generate([300])

@@ -319,7 +319,8 @@ class RolloutModelConfig:
     # sequences decoded together (vllm), or per batch (torch)
     max_num_seqs: int = setting(256, ge=1)
     prepare_timeout_s: float = setting(600.0, gt=0)  # until an engine has loaded its model
-    # one request to the engine; then it fails its run
+    # in which a request to the engine is neither begun nor goes on, and nothing that waits
+    # before it is answered; then it fails its run. The time in the engine's queue does not count
     request_timeout_s: float = setting(300.0, gt=0)
     enable_history: bool = False  # a run's model keeps all it sampled, for multi-turn workflows
     # each request is sampled from a seed of its own (made from seed, batch, task and run), and by

@@ -122,7 +122,12 @@ class WeightReceipt:
 
 
 class InferenceEngine(Protocol):
-    """The engine inside a rollout worker. All methods run on the worker's event loop."""
+    """The engine inside a rollout worker. All methods run on the worker's event loop.
+
+    One may have ``sampled_tokens(request_id) -> int`` besides: a number that is 0 until the
+    request has left the engine's queue and changes while its answer grows. Then a request is
+    told apart from one that waits, and a long answer from a stuck one.
+    """
 
     model_version: int
 

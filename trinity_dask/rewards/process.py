@@ -41,9 +41,11 @@ class HelperDied(ProcessCallError):
 
 
 class Waiting:
-    """How long one thread waited for helpers; written by it, read by others."""
+    """How long the threads of one call waited for helpers, in which any of them waited."""
 
     def __init__(self) -> None:
+        self._n = 0
+        self._guard = threading.Lock()
         self._state: tuple[float, Optional[float]] = (0.0, None)
 
     def seconds(self) -> float:
@@ -57,13 +59,17 @@ class Waiting:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        total, _ = self._state
-        since = time.monotonic()
-        self._state = (total, since)
+        self._add(1)
         try:
             yield
         finally:
-            self._state = (total + time.monotonic() - since, None)
+            self._add(-1)
+
+    def _add(self, n: int) -> None:
+        with self._guard:
+            total = self.seconds()
+            self._n += n
+            self._state = (total, time.monotonic() if self._n else None)
 
 
 WAITING: ContextVar[Optional[Waiting]] = ContextVar("waiting for a helper", default=None)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from trinity_dask.aio import ended
 from trinity_dask.cluster.loop_watch import Interrupted, user_task
 from trinity_dask.registry import load_plugin_files, plugin_files
 from trinity_dask.rewards import REWARD_FUNCTIONS
@@ -154,14 +155,27 @@ async def score_all(
 
 
 async def _score_async(reward: Reward, facts: Facts, timeout_s: float) -> Score:
-    deadline = time.monotonic() + timeout_s
-    call = user_task(_awaited(reward, facts), deadline, f"reward {reward.name}")
+    started = time.monotonic()
+    WAITING.set(waiting := Waiting())  # of what it calls in threads
+    call = user_task(_awaited(reward, facts), started + timeout_s, f"reward {reward.name}")
     try:
-        return reward.parts(await asyncio.wait_for(call, timeout_s))
+        while (left := _left_s(started + timeout_s, waiting)) > 0:
+            if (await asyncio.wait({call}, timeout=left))[0]:
+                return reward.parts(call.result())
+        return _too_slow(reward, timeout_s)
     except (TimeoutError, Interrupted):
         return _too_slow(reward, timeout_s)
     except Exception as error:  # a failed answer is data for the caller
         return error
+    finally:
+        await ended([call])
+
+
+def _left_s(deadline: float, waiting: Waiting) -> float:
+    """Seconds until it is time to look again; 0 when the time is over, without what waited."""
+    left = deadline + waiting.seconds() - time.monotonic()
+    # as much remains as long as it waits
+    return max(left, LOOK_S) if waiting.now and left > 0 else max(left, 0.0)
 
 
 async def _awaited(reward: Reward, facts: Facts) -> Any:
@@ -177,14 +191,12 @@ async def _score_until_stuck(
     try:
         while True:
             index, started, waiting = progress.current
-            remaining = started + timeout_s + waiting.seconds() - time.monotonic()
-            if remaining <= 0:
+            left = _left_s(started + timeout_s, waiting)
+            if left <= 0:
                 scored = progress.scores[:index]
                 await call.give_up()
                 return [*scored, _too_slow(reward, timeout_s)]
-            if waiting.now:  # as much remains as long as it waits
-                remaining = max(remaining, LOOK_S)
-            done, _ = await asyncio.wait({call.future}, timeout=remaining)
+            done, _ = await asyncio.wait({call.future}, timeout=left)
             if done:
                 call.future.result()
                 return progress.scores

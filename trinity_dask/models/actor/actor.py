@@ -29,6 +29,7 @@ from trinity_dask.cluster.context import current_worker
 from trinity_dask.config.fields import choices_of
 from trinity_dask.config.schema import SynchronizerConfig
 from trinity_dask.models import ENGINES
+from trinity_dask.models.actor.patience import Patience
 from trinity_dask.models.actor.remote import serve_engine
 from trinity_dask.models.protocol import (
     Completion,
@@ -229,6 +230,7 @@ class EngineActor:
         self._facts: dict[str, Any] = {}
         self._loading, self._closed = asyncio.Lock(), False
         self._request_timeout_s = float(spec.config.get("request_timeout_s", 300.0))
+        self._patience = Patience(self._request_timeout_s, self._sampled)
         self._requests = RequestGate(spec.in_flight, spec.in_flight_timeout_s)
         with _actors_lock:
             before = _actors.get(self.address)
@@ -319,11 +321,11 @@ class EngineActor:
         async def ask() -> list[Completion]:
             try:
                 with _ending_worker():
-                    async with asyncio.timeout(self._request_timeout_s):
+                    async with self._patience.limit(request_id):
                         return await self._ready.generate(prompt_token_ids, sampling, request_id)
             except TimeoutError:
                 raise TimeoutError(
-                    f"engine {self.spec.slot} did not answer request {request_id} within "
+                    f"engine {self.spec.slot} did not go on with request {request_id} within "
                     f"explorer.rollout_model.request_timeout_s = {self._request_timeout_s:g} s"
                 ) from None
 
@@ -348,7 +350,7 @@ class EngineActor:
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """Load a version; ``spec.in_flight`` says what becomes of the running requests."""
-        with _ending_worker():
+        with _ending_worker(), self._patience.held():
             async with self._requests.update() as aborted:
                 receipt = await self._ready.update_weights(update)
                 return replace(receipt, aborted=aborted())
@@ -358,6 +360,10 @@ class EngineActor:
 
     async def stats(self) -> dict[str, float]:
         return {**await self._ready.stats(), "aborted": float(self._requests.aborted)}
+
+    def _sampled(self, request_id: str) -> int:
+        said = getattr(self._engine, "sampled_tokens", None)  # an engine need not say
+        return 0 if said is None else int(said(request_id))
 
     @property
     def _ready(self) -> InferenceEngine:

@@ -17,7 +17,7 @@ import numpy as np
 from distributed import Worker
 from distributed.protocol import to_serialize
 
-from trinity_dask.aio import Background
+from trinity_dask.aio import Background, ended
 from trinity_dask.cluster.context import current_worker
 from trinity_dask.cluster.placement import slots_in
 from trinity_dask.cluster.rpc import ActorHandle, ActorLost, exchange
@@ -25,6 +25,7 @@ from trinity_dask.models.protocol import Completion, SamplingParams
 
 OP = "trinity_engine"
 ABORT_OP = "trinity_engine_abort"
+KNOWS_OP = "trinity_engine_knows"
 CONNECT_TIMEOUT_S = 30.0
 LOCATE_TIMEOUT_S = 120.0
 LOCATE_PERIOD_S = 0.2
@@ -62,7 +63,11 @@ def serve_engine(worker: Worker, engine: Any) -> None:
             task.cancel()
         return "OK"
 
+    async def knows(call_id: str) -> bool:
+        return call_id in calls
+
     worker.handlers[OP] = execute
+    worker.handlers[KNOWS_OP] = knows
     worker.handlers[ABORT_OP] = abort
 
 
@@ -71,7 +76,9 @@ class RemoteEngine:
     """The sampling half of :class:`~trinity_dask.models.protocol.InferenceEngine`.
 
     ``slot`` is the engine's (``engine-0``). Use it on the event loop of a Dask worker.
-    ``call_timeout_s`` bounds one call, the wait for an engine that is being loaded included.
+    How long a request may take the engine decides. One whose answer is not there after
+    ``call_timeout_s`` is asked for, and again every so many seconds: the call ends when the
+    engine does not know it or does not answer that.
     """
 
     def __init__(self, slot: str, call_timeout_s: float) -> None:
@@ -129,12 +136,20 @@ class RemoteEngine:
             "method": method,
             "args": [to_serialize(arg) for arg in args],
         }
+        call = asyncio.ensure_future(exchange(pool, handle, method, CONNECT_TIMEOUT_S, message))
         try:
-            async with asyncio.timeout(self._call_timeout_s):
-                reply = await exchange(pool, handle, method, CONNECT_TIMEOUT_S, message)
+            while not (await asyncio.wait({call}, timeout=self._call_timeout_s))[0]:
+                if not await _tell(handle, KNOWS_OP, call_id) and not call.done():
+                    raise TimeoutError(
+                        f"the engine of slot {self.slot!r} knows nothing of {method!r} any more, "
+                        f"{self._call_timeout_s:g} s after it was last heard of"
+                    )
+            reply = call.result()
         except (asyncio.CancelledError, TimeoutError):
-            _aborts.start(_abort(handle, call_id))  # beside: the caller is going away
+            _aborts.start(_tell(handle, ABORT_OP, call_id))  # beside: the caller is going away
             raise
+        finally:
+            await ended({call})
         if not isinstance(reply, dict) or reply.get("status") == "aborted":
             # a worker without the handler (its engine is not there yet) answers None
             raise ActorLost(handle, method, None)
@@ -152,10 +167,17 @@ def _packed(token_ids: list[int]) -> np.ndarray:
 _aborts = Background("a request could not be aborted at its engine")
 
 
-async def _abort(handle: ActorHandle, call_id: str) -> None:
-    message = {"op": ABORT_OP, "call_id": call_id}
-    async with asyncio.timeout(CONNECT_TIMEOUT_S):
-        await exchange(_worker().rpc, handle, "abort", CONNECT_TIMEOUT_S, message)
+async def _tell(handle: ActorHandle, op: str, call_id: str) -> Any:
+    """Send a message about a call. Raises ActorLost, or TimeoutError without a reply."""
+    message = {"op": op, "call_id": call_id}
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            return await exchange(_worker().rpc, handle, op, CONNECT_TIMEOUT_S, message)
+    except TimeoutError:
+        raise TimeoutError(
+            f"the engine of slot {handle.slot!r} at {handle.address} did not answer within "
+            f"{CONNECT_TIMEOUT_S:g} s"
+        ) from None
 
 
 async def _locate(slot: str, deadline: float) -> ActorHandle:

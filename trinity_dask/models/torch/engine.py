@@ -75,6 +75,7 @@ class TorchEngine:
         self._vocab_size = 0
         self._n_requests = 0
         self._asked: dict[int, SampleRequest] = {}  # by id; waiting or being sampled
+        self._begun: set[str] = set()  # ids of requests that have been in a batch
 
     async def prepare(self) -> dict[str, Any]:
         start = time.perf_counter()
@@ -117,10 +118,19 @@ class TorchEngine:
     ) -> list[Completion]:
         sampling = checked(prompt_token_ids, sampling, self._vocab_size, self._max_model_len)
         self._n_requests += 1
-        return await self._answers(prompt_token_ids, sampling)
+        try:
+            return await self._answers(prompt_token_ids, sampling, request_id)
+        finally:
+            self._begun.discard(request_id)
 
-    async def _answers(self, prompt: list[int], sampling: SamplingParams) -> list[Completion]:
-        request = SampleRequest(prompt, sampling)
+    def sampled_tokens(self, request_id: str) -> int:
+        """All requests of a batch go on together, and are answered together."""
+        return self._sampler.steps if self._sampler and request_id in self._begun else 0
+
+    async def _answers(
+        self, prompt: list[int], sampling: SamplingParams, request_id: str
+    ) -> list[Completion]:
+        request = SampleRequest(prompt, sampling, request_id)
         self._asked[id(request)] = request
         try:
             answers = await self._thread.submit(request)
@@ -132,12 +142,20 @@ class TorchEngine:
         if not request.cancelled:
             return answers
         if not answers:  # an update came before its batch began
-            return await self._answers(prompt, sampling)
-        rest = (self._continued(prompt, sampling, row, cut) for row, cut in enumerate(answers))
+            return await self._answers(prompt, sampling, request_id)
+        rest = (
+            self._continued(prompt, sampling, request_id, row, cut)
+            for row, cut in enumerate(answers)
+        )
         return list(await asyncio.gather(*rest))
 
     async def _continued(
-        self, prompt: list[int], sampling: SamplingParams, row: int, cut: Completion
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        request_id: str,
+        row: int,
+        cut: Completion,
     ) -> Completion:
         """An answer that an update may have cut, whole."""
         length = len(cut.token_ids)
@@ -152,7 +170,7 @@ class TorchEngine:
             min_tokens=max(sampling.min_tokens - length, 0),
             seed=seed,
         )
-        (end,) = await self._answers([*prompt, *cut.token_ids.tolist()], left)
+        (end,) = await self._answers([*prompt, *cut.token_ids.tolist()], left, request_id)
         return Completion(
             np.concatenate([cut.token_ids, end.token_ids]),
             np.concatenate([cut.logprobs, end.logprobs]),
@@ -163,6 +181,7 @@ class TorchEngine:
     def _sample(self, requests: list[SampleRequest]) -> list[list[Completion]]:
         assert self._sampler is not None
         live = [request for request in requests if not request.cancelled]
+        self._begun.update(request.request_id for request in live)
         sampled = self._sampler.sample(live, self.model_version) if live else []
         answers = {id(request): answer for request, answer in zip(live, sampled, strict=True)}
         return [answers.get(id(request), []) for request in requests]

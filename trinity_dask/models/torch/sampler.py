@@ -56,6 +56,7 @@ class SampleRequest:
 
     prompt: Sequence[int]
     sampling: SamplingParams
+    request_id: str = ""
     cancelled: bool = False
 
 
@@ -69,6 +70,7 @@ class BatchSampler:
         self.eos_ids = tuple(eos_ids)
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.generated_tokens = 0
+        self.steps = 1  # passes of the model
         names = inspect.signature(model.forward).parameters
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
         self._cache_name = "cache_params" if "cache_params" in names else "past_key_values"
@@ -178,6 +180,7 @@ class BatchSampler:
         cache: Any,
     ) -> tuple[torch.Tensor, Any]:
         """Logits after the last column, float32 ``[rows, vocab]``, and the cache."""
+        self.steps += 1
         inputs = {self._cache_name: cache, **self._options}
         if self.pads:
             inputs |= {"attention_mask": mask, "position_ids": position_ids}

@@ -232,6 +232,13 @@ class VLLMEngine:
         self._counts["generated_tokens"] += sum(len(c.token_ids) for c in completions)
         return completions
 
+    def sampled_tokens(self, request_id: str) -> int:
+        """Of all its answers that are not finished; 0 where this vLLM does not say."""
+        processor: Any = getattr(self._llm, "output_processor", None)
+        names = getattr(processor, "external_req_ids", {}).get(request_id, ())
+        states = [processor.request_states.get(name) for name in tuple(names)]
+        return sum(state.detokenizer.num_output_tokens() for state in states if state is not None)
+
     async def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> np.ndarray:
         check_token_ids(token_ids, self._vocab_size)
         if len(token_ids) == 1:
