@@ -130,3 +130,18 @@ def test_answers_to_be_kept_are_spread_over_the_tasks(n_tasks: int, runs: int, l
     kept = [task.wants_rows for task in with_rows_kept(tasks, limit)]
     assert runs * sum(kept) == min(limit, n_tasks * runs)
     assert abs(sum(kept[: n_tasks // 2]) - sum(kept[n_tasks // 2 :])) <= 1
+
+
+def test_an_operator_that_cannot_say_why_costs_no_batch() -> None:
+    class Odd:
+        def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
+            return exps[1:], {}
+
+        def why(self) -> str:
+            return "takes no group"
+
+    pipeline, dropped = ExperiencePipeline([]), Dropped(9)
+    pipeline._steps = [("odd", Odd().process, Odd().why)]  # type: ignore[list-item]
+    table, _, filtered = pipeline.process([scored(0, [1.0, 2.0])], dropped)
+    assert (table.num_rows, filtered) == (1, 1)
+    assert "why() raised TypeError" in dropped.table()["reason"][0].as_py()

@@ -104,3 +104,13 @@ def test_rows_that_are_in_no_store_are_recorded_whole(cfg: Config) -> None:
     found = trinity_dask.rollouts(cfg.job_dir, step=3).table(["status", "tokens", "train_mask"])
     assert found["status"].to_pylist() == ["trained"] * 4
     assert found["tokens"].to_pylist() == table["tokens"].to_pylist()
+
+
+def test_a_step_that_cannot_be_recorded_is_trained(
+    cfg: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    table, recorder = to_table(rows(4)), StepRecorder(cfg, 0, 1)
+    other = table.slice(0, 2)  # not the rows of the step
+    engine().train_step(collate(table, 0), 1, look=partial(recorder.take, other, 1))
+    recorder.close()
+    assert "a train step is not recorded: " in caplog.text

@@ -290,7 +290,9 @@ class Coordinator:
         if self._scheduler is not None and self._scheduler.watch is not None:
             metrics |= self._scheduler.watch.take_lag()
         if self._buffer is not None:
+            started = time.perf_counter()
             records = await asyncio.to_thread(self._record, collected, dropped, filtered)
+            metrics["time/record"] = time.perf_counter() - started
             meta = {**batch.meta(), "accounts": accounts, "metrics": metrics, **records}
             commit = asyncio.ensure_future(self._buffer.commit(batch.batch_id, table, meta))
             try:

@@ -53,7 +53,7 @@ class Dropped:
             for exp in before:
                 if exp.eid.tid in groups:
                     groups[exp.eid.tid].append(exp)
-            told = {tid: why(group) for tid, group in groups.items()}
+            told = {tid: _told(why, group) for tid, group in groups.items()}
         self.rows += gone
         self.operators += [operator] * len(gone)
         self.reasons += [told.get(exp.eid.tid, "") if told else "" for exp in gone]
@@ -64,6 +64,14 @@ class Dropped:
         for name, values in (("operator", self.operators), ("reason", self.reasons)):
             table = table.append_column(name, pa.array(values, pa.string()))
         return table.cast(FILTERED_SCHEMA)
+
+
+def _told(why: Why, group: Sequence[Experience]) -> str:
+    """The reason; of a user's operator whatever comes of asking, since the batch is worth more."""
+    try:
+        return str(why(group))
+    except Exception as error:
+        return f"unknown: why() raised {type(error).__name__}: {error}"
 
 
 def failed_table(runs: Sequence[Any]) -> pa.Table:

@@ -238,7 +238,8 @@ class StepEngine:
                 rows.batch.get("advantages"),
             )
         if look is not None:
-            look(rows)
+            with timed(metrics, "record"):
+                look(rows)
         return metrics
 
     # before the first update ------------------------------------------------------------

@@ -7,6 +7,7 @@ next step, and before a checkpoint that holds the step is complete; it changes n
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Optional
 
@@ -18,6 +19,8 @@ from trinity_dask.config.schema import Config
 from trinity_dask.records.layout import EID_COLUMNS, TRAINER_COLUMNS
 from trinity_dask.records.writer import MB, Recorder
 from trinity_dask.trainer.step.batching import StepRows
+
+log = logging.getLogger("trinity_dask.records")
 
 # column -> the tensors that may hold it
 _TENSORS = {
@@ -71,10 +74,10 @@ class StepRecorder:
         self._recorder.train_step(step, *self._place, found, n)
 
     def flush(self) -> None:
-        """Wait until what was taken is written."""
-        if self._writing is not None:
-            self._writing.result()
-            self._writing = None
+        """Wait until what was taken is written. No step fails for its record."""
+        writing, self._writing = self._writing, None
+        if writing is not None and (error := writing.exception()) is not None:
+            log.warning("a train step is not recorded: %s: %s", type(error).__name__, error)
 
     def close(self) -> None:
         """Write what was taken, and end."""
