@@ -12,6 +12,7 @@ import pytest
 from trinity_dask.cluster.loop_watch import LoopWatch
 from trinity_dask.demo.tokenizer import ascii_tokenizer
 from trinity_dask.experience.schema import decode, from_table
+from trinity_dask.explorer.rollout.user_code import recall, recallable
 from trinity_dask.explorer.rollout.workflow_runner import WorkflowRunner, outcome_of
 from trinity_dask.models.fake_engine import FakeEngine
 from trinity_dask.models.protocol import EngineSpec
@@ -320,6 +321,53 @@ def test_run_numbers_outside_the_group_are_refused():
 
     outcome, _ = run(Task("misnumbered"), n=2)
     assert "run numbers [0, 9]" in str(outcome.status.message)
+
+
+@WORKFLOWS.register_module("endless_group", force=True)
+class EndlessGroup(Base):
+    can_repeat = True
+
+    async def run_async(self):
+        self.task.raw_task["begun"].set()
+        await asyncio.Event().wait()
+
+
+@WORKFLOWS.register_module("endless_thread", force=True)
+class EndlessThread(Base):
+    can_repeat = True
+    is_async = False
+
+    def run(self):
+        self.task.raw_task["loop"].call_soon_threadsafe(self.task.raw_task["begun"].set)
+        while True:
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("name", ["endless_group", "endless_thread", "simple_workflow"])
+def test_a_recall_reaches_a_workflow_that_makes_all_runs_in_one_call(name):
+    """Without it each cut batch waits until the patience for its attempts is over."""
+
+    async def main():
+        runner, begun = make_runner("asynchronous"), asyncio.Event()
+        row = {"begun": begun, "loop": asyncio.get_running_loop(), "prompt": "hello"}
+        task = Task(name, raw_task=row)
+        if name == "simple_workflow":
+            engine = FakeEngine(EngineSpec("e", "fake", "", {"fake_latency_s": 600.0}))
+            cfg = {"max_response_tokens": 4, "max_prompt_tokens": 2048}
+            runner = WorkflowRunner(lambda args: ModelWrapper(engine, TOKENIZER, cfg, args))
+            task = simple()
+            begun.set()
+        with recallable("key"):
+            attempt = asyncio.create_task(runner.run_task(task, 7, 3, timeout_s=600.0))
+            await begun.wait()
+            await asyncio.sleep(0.2)  # simple_workflow is then waiting for its answers
+            assert not attempt.done()
+            recall(["key"])
+            _, payload = await asyncio.wait_for(attempt, 30)
+        return outcome_of(payload)
+
+    outcome = asyncio.run(main())
+    assert [e.type for e in outcome.errors] == ["Recalled"] * 3
 
 
 @WORKFLOWS.register_module("few", force=True)

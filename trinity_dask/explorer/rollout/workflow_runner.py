@@ -247,6 +247,7 @@ class WorkflowRunner:
         Steps of one run stay together: they are told by their different ``eid.step``.
 
         Raises:
+            Recalled: the batch is cut off; what is done of the one call is in nobody's hands.
             ValueError: an experience carries a number that is not of these runs.
         """
         started, runs = time.monotonic(), Runs()
@@ -254,7 +255,7 @@ class WorkflowRunner:
         workflow = await self._take(cls, attempt, base)
         workflow.set_repeat_times(n, base)
         try:
-            found = await self._call(workflow, attempt)
+            found = await until_recalled(self._call(workflow, attempt))
         except PartialGroupError as partial:
             found = checked_experiences(partial.experiences, attempt.task, allow_empty=True)
             runs.errors = [as_run_error(error) for error in partial.errors]
