@@ -30,7 +30,7 @@ def test_a_partition_that_is_not_there_is_a_mistake_of_the_configuration(
     assert "Invalid partition name specified" in driver.output
     assert "rollout-0" in driver.output
     assert "Traceback" not in driver.output
-    assert driver.slurm.queue() == {}
+    until(lambda: driver.slurm.queue() == {}, "empty queue")
 
 
 def test_who_waits_in_the_queue_is_told_why_and_may_leave(drive: Callable[..., Driver]) -> None:
@@ -40,7 +40,7 @@ def test_who_waits_in_the_queue_is_told_why_and_may_leave(drive: Callable[..., D
     driver.process.send_signal(signal.SIGUSR1)
     assert driver.end(60) == 130, driver.output
     assert time.monotonic() - begin < 30
-    assert driver.slurm.queue() == {}
+    until(lambda: driver.slurm.queue() == {}, "empty queue")
 
 
 def test_a_job_that_dies_at_its_start_shows_what_it_said(drive: Callable[..., Driver]) -> None:
@@ -48,7 +48,7 @@ def test_a_job_that_dies_at_its_start_shows_what_it_said(drive: Callable[..., Dr
     assert driver.end(START_S) == 1, driver.output
     assert "no such module" in driver.output
     assert "ended while it started: FAILED" in driver.output
-    assert driver.slurm.queue() == {}
+    until(lambda: driver.slurm.queue() == {}, "empty queue")
 
 
 def test_jobs_of_every_group_are_lost_and_the_run_goes_on_to_its_end(
@@ -103,7 +103,7 @@ def test_a_job_that_waits_too_long_ends_the_start(drive: Callable[..., Driver]) 
     assert driver.end(START_S) == 1, driver.output
     told = "1 workers: rollout-0 PENDING (PartitionDown)"
     assert f"jobs still wait after cluster.pending_timeout_s=2: {told}" in driver.output
-    assert driver.slurm.queue() == {}
+    until(lambda: driver.slurm.queue() == {}, "empty queue")
 
 
 def test_a_worker_that_is_lost_too_often_ends_the_run_with_its_state(
@@ -149,7 +149,7 @@ def doctor(slurm: Slurm, *words: str) -> tuple[int, list[str]]:
     command += ["engine=torch", "cluster=slurm", *words]
     told = subprocess.run(command, env=slurm.env, capture_output=True, text=True, timeout=200)
     assert told.stderr == ""
-    assert slurm.queue() == {}
+    until(lambda: slurm.queue() == {}, "empty queue")
     return told.returncode, told.stdout.splitlines()
 
 
