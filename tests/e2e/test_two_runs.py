@@ -143,6 +143,14 @@ def test_two_explorers_feed_one_trainer(job: Job, method: str, style: str) -> No
     assert len({tuple(row.values()) for row in rows}) == len(rows) == 2 * STEPS * 16
     accounts = trainer.status["accounts"]
     assert accounts["trained"] == accounts["committed"] == len(rows)
+    # and what is recorded of it is told apart
+    looked_at = trinity_dask.rollouts(f"{job.root}/trinity-dask/x")
+    frame = looked_at.to_pandas(["status", "explorer", "id", "step"])
+    counts = frame.groupby(["status", "explorer"]).size()
+    for name in ("explorer1", "explorer2"):
+        assert counts["trained", name] == STEPS * 16
+        assert counts["eval", name] > 0
+    assert frame["id"].is_unique
     # each samples on engines of its own
     firsts = {run.cfg.cluster.rollout.first_index for run in explorers}
     assert firsts == {0, 1}

@@ -9,7 +9,7 @@ Layout, below the root (:func:`records_url`)::
 
     filtered/<batch>-<uuid>.arrow             rows of SCHEMA, operator, reason
     failed/<batch>-<uuid>.arrow               FAILED: one row per failed run
-    eval/<step>.<version>.<name>.arrow        rows of SCHEMA
+    eval/<step>.<version>.<explorer>.<name>.arrow   rows of SCHEMA
     trainer/<step>.<rank>of<ranks>.arrow      TRAINER: one row per trained row of that rank
 """
 
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 import pyarrow as pa
 
@@ -194,7 +194,8 @@ class Source:
 
 def _eval_part(stage: str, path: str, info: FileInfo) -> Part | None:
     step, _, rest = Path(path).name.removesuffix(".arrow").partition(".")
-    version, _, name = rest.partition(".")
+    version, _, rest = rest.partition(".")
+    explorer, _, name = rest.partition(".")
     numbers = step.isdecimal() and version.removeprefix("-").isdecimal()
     if info.staged or not numbers:
         return None
@@ -206,7 +207,14 @@ def _eval_part(stage: str, path: str, info: FileInfo) -> Part | None:
         name=unquote(name),
         model_version=int(version),
         version=info.modified,
+        meta={"explorer": unquote(explorer)},
     )
+
+
+def eval_path(step: int, model_version: int, explorer: str, name: str) -> str:
+    """The file of an evaluation; each explorer of a job evaluates for itself."""
+    who = quote(explorer, safe="").replace(".", "%2E")
+    return f"{EVAL}/{step}.{model_version}.{who}.{quote(name, safe='')}.arrow"
 
 
 def meta_of(table: pa.Table) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import pyarrow as pa
 
@@ -30,10 +29,10 @@ from trinity_dask.buffer.store.experience_store import (
 from trinity_dask.buffer.store.manifest import batch_key
 from trinity_dask.config.schema import Config, MonitorConfig
 from trinity_dask.records.layout import (
-    EVAL,
     META_KEY,
     RECORDS_KEY,
     TRAINER,
+    eval_path,
     records_url,
     storage_options,
 )
@@ -59,6 +58,7 @@ class Recorder:
         self.limits: MonitorConfig = cfg.monitor
         self.url = records_url(cfg)
         self._options = storage_options(cfg)
+        self._explorer = cfg.explorer.name
 
     @cached_property
     def _files(self) -> LocalFiles | FsspecFiles:
@@ -81,7 +81,7 @@ class Recorder:
         self, step: int, model_version: int, name: str, table: pa.Table, total: int
     ) -> None:
         """Write answers of an evaluation; those of the same one before are replaced."""
-        path = f"{EVAL}/{step}.{model_version}.{quote(name, safe='')}.arrow"
+        path = eval_path(step, model_version, self._explorer, name)
         facts = {"name": name, "model_version": model_version}
         self._put(path, self._within(table), total, facts)
 

@@ -57,3 +57,20 @@ def test_every_row_is_accounted_for_over_a_resume(
     assert set(table[table["status"] == "eval"]["step"]) >= {2, 4, 6}
     rows = more.samples(1, filtered=True)
     assert set(rows["operator"]) == {"reward_filter"}
+
+
+def test_a_replayed_row_is_recorded_as_often_as_it_is_trained(jobs: SmallJobs) -> None:
+    buffer = "buffer.trainer_input.experience_buffer.replay_buffer"
+    run = jobs.finish(
+        f"{buffer}.enable=true",
+        f"{buffer}.reuse_cooldown_time_s=0",
+        "buffer.train_batch_size=16",
+        "synchronizer.sync_style=fully_async",
+        "trainer.total_steps=8",
+    )
+    accounts = run.status["accounts"]
+    table = trinity_dask.rollouts(run.base_dir).to_pandas(["id", "uses", "train_step", "status"])
+    assert table["id"].is_unique
+    assert table["uses"].fillna(0).sum() == accounts["trained"]
+    assert (table["uses"] - 1).clip(lower=0).sum() == accounts["reused"]
+    assert table["train_step"].max() == run.status["step"]
