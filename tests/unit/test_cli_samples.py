@@ -13,8 +13,9 @@ from records_support import a_batch, a_job, experiences
 from rich.console import Console
 
 from trinity_dask.cli import main
-from trinity_dask.cli.samples import readable, visible
+from trinity_dask.cli.samples import readable
 from trinity_dask.records.writer import Recorder
+from trinity_dask.run.trace import visible
 
 
 @pytest.fixture

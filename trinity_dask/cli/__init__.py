@@ -8,6 +8,7 @@ and what it needs, is imported only when it is used.
 from __future__ import annotations
 
 import importlib
+import keyword
 import signal
 import sys
 from collections.abc import Sequence
@@ -19,10 +20,12 @@ from trinity_dask.config.secrets import shown_text
 
 EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 
-#: command -> what it is for; the module of that name (``-`` as ``_``) here has ``main(args)``
+#: command -> what it is for; the module of that name (``-`` as ``_``, a keyword of Python with one
+#: after it) here has ``main(args)``
 COMMANDS = {
     "run": "run a job: presets and key=value overrides (Hydra)",
     "submit": "the same in a job of Slurm, which goes on in its next one",
+    "try": "one task through its workflow, turn by turn, without a trainer",
     "validate": "check a configuration and show it, run nothing",
     "status": "what a run does (address) or how far it got (job directory)",
     "stop": "end a run on a scheduler, its state saved",
@@ -57,7 +60,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         print(f"error: unknown command {args[0]!r}; {nearest}", file=sys.stderr)
         return EXIT_CODE
     try:
-        module = importlib.import_module(f"{__name__}.{args[0].replace('-', '_')}")
+        name = args[0].replace("-", "_") + "_" * keyword.iskeyword(args[0])
+        module = importlib.import_module(f"{__name__}.{name}")
         return int(module.main(args[1:]))
     except ConfigError as error:
         for line in shown_text(str(error)).splitlines():

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from trinity_dask.cli import CommandError
 from trinity_dask.cli.jobs import saved_stages
 from trinity_dask.config.schema import Config
+from trinity_dask.run.trace import visible
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -115,12 +116,3 @@ def readable(row: dict[str, Any]) -> Text:
         if row.get(key):
             found.append(f"\n{key}\n", style="dim").append(visible(str(row[key])))
     return found.append("\n")
-
-
-def visible(text: str) -> str:
-    """``text`` in which every character shows: those that move, colour or reorder what a terminal
-    shows are written out (``\\x1b``); lines and tabs stay."""
-    return "".join(
-        char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode()
-        for char in text
-    )

@@ -37,8 +37,12 @@ from trinity_dask.run.joining import CALL_TIMEOUT_S, PUBLISHED, ClusterBusy
 from trinity_dask.run.names import check_names, check_start_model
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import pandas as pd
     from distributed import Client
+
+    from trinity_dask.run.trace import Trace
 
 log = logging.getLogger("trinity_dask.run")
 
@@ -231,6 +235,19 @@ class Run:
         from trinity_dask.run.results import load_samples
 
         return load_samples(self.stages, step, stage, **which)
+
+    def trace(
+        self, task: int | Mapping[str, Any] = 0, *, stage: Optional[str] = None, **how: Any
+    ) -> Trace:
+        """One task through the workflow of ``stage`` (None: the last that samples), turn by turn,
+        with an engine in this process: for writers of workflows and rewards.
+
+        The run need not be started, and takes no notice. ``checkpoint``, ``runs``, ``taskset``
+        and errors as in :func:`trinity_dask.run.trace.trace`.
+        """
+        from trinity_dask.run.trace import stage_to_try, trace
+
+        return trace(stage_to_try(self.stages, stage), task, **how)
 
     def __repr__(self) -> str:
         return card.line(self)

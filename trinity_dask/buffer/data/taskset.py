@@ -145,11 +145,11 @@ class Taskset:
         indices = self._selector.get_indices(count)
         self._read += count
         if self.is_eval:  # another row in its place would be evaluated twice
-            tried = [self._skipping.attempt(index, self._task) for index in indices]
+            tried = [self._skipping.attempt(index, self.task) for index in indices]
             return [task for task in tried if task is not None]
-        return [self._skipping.usable(index, self._task) for index in indices]
+        return [self._skipping.usable(index, self.task) for index in indices]
 
-    def _task(self, index: int) -> Task:
+    def task(self, index: int) -> Task:
         """The task of a row. Raises UnusableRow when it is empty, DataError for no text."""
         row, fmt, where = self._reader[index], self.cfg.format, self._reader.where(index)
         self._reader.check(index, row, self._needed)

@@ -194,7 +194,7 @@ async def _runner(name: Any, engine: Any, spec: SubTaskSpec) -> WorkflowRunner:
                 del _runners[other_key]
         _runners[key] = known = (
             engine,
-            asyncio.ensure_future(_build_runner(engine, spec.settings)),
+            asyncio.ensure_future(build_runner(engine, spec.settings)),
         )
     try:
         # shielded: one cancelled sub-task must not cancel the set-up of its neighbours
@@ -204,7 +204,8 @@ async def _runner(name: Any, engine: Any, spec: SubTaskSpec) -> WorkflowRunner:
         raise
 
 
-async def _build_runner(engine: Any, settings: RunnerSettings) -> WorkflowRunner:
+async def build_runner(engine: Any, settings: RunnerSettings) -> WorkflowRunner:
+    """A runner of workflows beside ``engine``. Raises what a wrong configuration makes of it."""
     tokenizer = await asyncio.to_thread(_prepare, settings)
 
     def make_model(rollout_args: Optional[dict[str, Any]]) -> ModelWrapper:
