@@ -248,7 +248,8 @@ def _lines(found: Trace) -> Iterator[str]:
             yield f"    {experience.truncate_status}"
     for error in found.errors:
         yield ""
-        yield f"{'a run' if error.run is None else f'run {error.run}'} failed: {visible(str(error))}"
+        which = "a run" if error.run is None else f"run {error.run}"
+        yield f"{which} failed: {visible(str(error))}"
         yield visible(error.traceback.rstrip())
     yield ""
     yield f"{found.status.completed_runs} of {found.status.total_runs} runs, {found.seconds:.2f} s"
