@@ -4,8 +4,8 @@ The same job with ``cluster=local`` and with a job of Slurm for each worker, in 
 command to the first train step, and seconds of a step once it runs, of the quickest round (what
 other work on the machine adds is not Slurm's). From ``scancel`` of a worker of each group until the
 driver has noticed, until its next job runs, and until the next train step. From the warning of a
-submitted driver until it is queued again, and from its new start to the next step. The Slurm is
-that of ``tests/slurm``: two nodes, as processes of this machine.
+submitted driver until it is queued again, and from then (its start is put four seconds later) to
+the next step. The Slurm is that of ``tests/slurm``: two nodes, as processes of this machine.
 
 ``python benchmarks/slurm.py [--steps N] [--rounds N] [--losses N] [--smoke]`` prints a table,
 writes ``benchmarks/results/slurm.json`` and exits with 1 when a step in Slurm takes over 1.03 of a
@@ -100,7 +100,7 @@ def requeue(slurm: Slurm, root: Path) -> dict[str, float]:
     slurm.run("scancel", "--batch", "--signal=USR1", job)
     queued = after(begin, lambda: slurm.only_waits(job), "requeued driver")
     step, begin = submitted.step(), time.monotonic()
-    slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+    slurm.start_again(job)
     going = after(begin, reached(submitted, step + 1), "step after it")
     slurm.run("scancel", "--batch", "--signal=TERM", job)
     until(lambda: slurm.queue() == {}, "end", WAIT_S)

@@ -32,7 +32,7 @@ def run_on(client: Client, root: Path, *words: str) -> None:
 
 def contents(job: Path) -> dict[str, bytes]:
     """What belongs to the job itself, not to logs, metrics or a benchmark."""
-    skip = ("log/", "monitor/", "benchmark_", "bench.lock")
+    skip = ("log/", "monitor/", "benchmark_", ".benchmark.bench", "bench.lock")
     names = {str(p.relative_to(job)): p for p in job.rglob("*") if p.is_file()}
     return {n: p.read_bytes() for n, p in names.items() if not any(s in n for s in skip)}
 

@@ -92,7 +92,7 @@ def test_a_submitted_run_that_is_queued_again_twice_is_the_run_that_never_was(
         until(partial(reached, submitted, step), f"step {step} in {log}", RUN_S)
         slurm.run("scancel", "--batch", "--signal=USR1", job)
         until(partial(slurm.only_waits, job), f"requeued driver alone, {log}", 60)
-        slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+        slurm.start_again(job)
     until(lambda: slurm.queue() == {}, f"end of {log}", RUN_S)
     assert submitted.step() == 8, log.read_text()[-3000:]
     assert log.read_text().count("SIGTERM: saving the state") == 2
