@@ -270,6 +270,30 @@ def test_a_loss_that_is_noticed_twice_is_one_loss(max_restarts: int, answer_tick
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(("broken", "losses"), [(1, 0), (2, 1)])
+def test_one_broken_connection_is_no_death(broken: int, losses: int) -> None:
+    """The engine answers on the next one; given up, it would be waited for until it is missed
+    by the scheduler, which never misses it."""
+
+    async def main() -> None:
+        world = World(SLOTS[:1])
+        await world.pool.start()
+        await world.pool.mark_ready(world.pool.slots())
+        left, answer = [broken], engine_pool.rpc
+
+        async def rpc(handle: ActorHandle, method: str, *args: Any, timeout: float) -> Any:
+            if method == "describe" and left[0] > 0:
+                left[0] -= 1
+                raise ActorLost(handle, method, ConnectionResetError("by peer"))
+            return await answer(handle, method, *args, timeout=timeout)
+
+        engine_pool.rpc = rpc
+        await world.pool.look_for_lost()
+        assert world.pool.losses == losses
+
+    asyncio.run(main())
+
+
 def test_a_change_of_members_is_a_new_generation() -> None:
     group = TransferMembers(backend="gloo", timeout_s=1.0)
     two = (Member("engine-0", "a"), Member("engine-1", "b", ranks=2))

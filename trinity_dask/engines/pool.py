@@ -242,15 +242,18 @@ class EnginePool:
 
     @staticmethod
     async def _is_gone(engine: _Engine) -> bool:
-        try:
-            facts = await rpc(engine.ref.handle, "describe", timeout=LOOK_TIMEOUT_S)
-        except ActorLost:
-            return True
-        except TimeoutError as error:
-            log.warning("%s; it is taken to be busy", error)
-            return False
-        # closed: its worker is about to leave
-        return facts.get("model_version", 0) is None
+        for _ in range(2):  # a connection that broke is no death: the second one is new
+            try:
+                facts = await rpc(engine.ref.handle, "describe", timeout=LOOK_TIMEOUT_S)
+            except ActorLost as error:
+                log.info("%s", error)
+                continue
+            except TimeoutError as error:
+                log.warning("%s; it is taken to be busy", error)
+                return False
+            # closed: its worker is about to leave
+            return facts.get("model_version", 0) is None
+        return True
 
     def _watch(self, engine: _Engine) -> None:
         on_lost(engine.ref, lambda *_: self._lost(engine))
