@@ -61,7 +61,7 @@ def test_evals_run_at_the_start_by_interval_and_at_the_end(address: str, tmp_pat
     cfg = make_config(tmp_path, n_rows=6)
     run(address, cfg, explore)
     evals = [r for r in records(cfg) if "eval/held_out/finished_task_count" in r]
-    assert [r["step"] for r in evals] == [0, 2, 3]
+    assert sorted(r["step"] for r in evals) == [0, 2, 3]  # the first may end after the second
     for record in evals:
         assert record["eval/held_out/finished_task_count"] == 3
         assert record["eval/held_out/reward/mean@1"] == 0.0

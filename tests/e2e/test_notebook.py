@@ -95,8 +95,8 @@ seen = 0
 while run.status.get("stage") is None:
     seen = run.wait_for_change(seen, 60.0)["version"]
 assert run.state == "running", run.status
-print("in a cell", flush=True)
 try:
+    print("in a cell", flush=True)  # who reads it presses the button at once
     run.wait()
 except KeyboardInterrupt:
     print("interrupted", run.state, flush=True)
