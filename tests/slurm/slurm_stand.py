@@ -7,6 +7,7 @@ removes its directory. Where Slurm is neither installed nor to be had from the p
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
 import re
@@ -225,9 +226,20 @@ class Slurm:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
-        for process in below:
+        for process in [*below, *self._askers()]:
             if process.is_running():
                 process.kill()
+
+    def _askers(self) -> list[psutil.Process]:
+        """Who still wants to ask this Slurm something: a run's reaper tries for minutes."""
+        found = []
+        for process in psutil.process_iter(["cmdline"]):
+            words = process.info["cmdline"] or [""]
+            if words[0].endswith(("squeue", "scancel")) or "reaper.py" in " ".join(words):
+                with contextlib.suppress(psutil.Error):
+                    if process.environ().get("SLURM_CONF") == self.env["SLURM_CONF"]:
+                        found.append(process)
+        return found
 
     # what tests ask and do ----------------------------------------------------------------
     def run(self, *words: object, check: bool = True, **options: Any) -> str:

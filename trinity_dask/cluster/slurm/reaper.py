@@ -17,8 +17,9 @@ import time
 from contextlib import suppress
 
 POLL_S = 1.0
-TRIES = 20  # a controller may be busy for a while
+PATIENCE_S = 600.0  # a controller may be busy for a while, or gone for good
 TRY_AGAIN_S = 3.0
+COMMAND_S = 10.0
 
 
 def wait_for_end(pid: int) -> None:
@@ -38,20 +39,21 @@ def wait_for_end(pid: int) -> None:
 def jobs_named(prefix: str) -> list[str]:
     """Numbers of this user's jobs whose names begin so."""
     command = ["squeue", "-h", "--me", "-o", "%i|%j"]
-    out = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
-    pairs = (line.partition("|") for line in out.splitlines())
+    done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=True)
+    pairs = (line.partition("|") for line in done.stdout.splitlines())
     return [job for job, _, name in pairs if name.startswith(prefix)]
 
 
 def main(argv: list[str]) -> None:
     pid, prefix = int(argv[0]), argv[1]
     wait_for_end(pid)
-    for _ in range(TRIES):
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
         with suppress(OSError, subprocess.SubprocessError):
             jobs = jobs_named(prefix)
             if not jobs:
                 return
-            subprocess.run(["scancel", "--quiet", *jobs], timeout=30)
+            subprocess.run(["scancel", "--quiet", *jobs], timeout=COMMAND_S)
         time.sleep(TRY_AGAIN_S)
 
 
