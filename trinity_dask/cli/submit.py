@@ -37,10 +37,14 @@ export {time_over}={script}.over.$SLURM_JOB_ID
 rm -f ${time_over}
 {command} &
 driver=$!
-trap '[ -e ${time_over} ] || {{ touch ${time_over}; kill -TERM $driver; }}' USR1
-trap 'rm -f ${time_over}; kill -TERM $driver' TERM
-wait $driver; code=$?
-while kill -0 $driver 2>/dev/null; do wait $driver; code=$?; done
+trap 'told=1; [ -e ${time_over} ] || {{ touch ${time_over}; kill -TERM $driver; }}' USR1
+trap 'told=1; rm -f ${time_over}; kill -TERM $driver' TERM
+# a signal ends the wait with a code of its own; 127: the driver's code was read already
+told=1
+while [ $told ]; do
+  told=; wait $driver; ended=$?
+  [ $ended = 127 ] || code=$ended
+done
 # 130: stopped, its state saved; 143: stopped before it had begun
 if [ -e ${time_over} ] && [[ $code = 130 || $code = 143 ]]; then
   rm -f ${time_over}
