@@ -100,8 +100,29 @@ def dashboard(browser: Any, job: Path) -> bytes:
         return page.screenshot()
 
 
+def rollouts(browser: Any, job: Path) -> bytes:
+    """The rollout viewer of the finished job: its table, and the runs of a task side by side."""
+
+    def pages() -> Application:
+        from trinity_dask.dashboard.offline import application
+
+        return application([job])
+
+    with served(pages) as address:
+        page = browser.new_page(viewport={"width": 1500, "height": 620})
+        asked = "w.stage=grpo&w.step=2..9&sort=reward&down=1&colour=difference"
+        page.goto(f"{address}/trinity/rollouts#{asked}")
+        page.locator("body[data-shown^='0/']").wait_for()
+        page.locator(".line").nth(2).click()
+        page.locator("body[data-open]:not([data-open=''])").wait_for()
+        page.locator("#group").click()
+        page.locator("article").nth(2).wait_for()
+        page.locator("article").nth(1).locator(".tokens span[data-at='1']").hover()
+        return page.screenshot()
+
+
 # by the name of the file; each is given the browser and the directory of the job
-PICTURES: dict[str, Callable[[Any, Path], bytes]] = {"dashboard": dashboard}
+PICTURES: dict[str, Callable[[Any, Path], bytes]] = {"dashboard": dashboard, "rollouts": rollouts}
 
 
 def save(name: str, picture: bytes) -> None:

@@ -70,6 +70,11 @@ ROWS = {
         "same losses True",
     ],
     "utilisation": [rf"^ +64 +64 +2( +{NUMBER}){{3}}$", rf"^ +64( +{NUMBER}){{3}}$"],
+    "viewer": [
+        *(rf"\| {what}, ms( \| {NUMBER}){{3}} \|" for what in ("jump", "row opened", "loop")),
+        rf"\| memory_mb \| {NUMBER}",
+        rf"\| search_s \| {NUMBER}",
+    ],
     "vs_trl": [rf'"seconds_per_step": {NUMBER}', rf'"reward_end": {NUMBER}'],
     "weight_sync": [
         *(rf"\| 1 \| {way} \| {NUMBER} \|" for way in ("broadcast", "nccl", "packing")),

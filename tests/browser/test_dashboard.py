@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client
+from telling import Teller, port_of, served, url
 from tornado.httpclient import HTTPClientError, HTTPRequest
 from tornado.websocket import websocket_connect
 from ways import _done, on_a_loop, proxy, tunnel
@@ -25,7 +26,7 @@ from trinity_dask import Run, load_config
 from trinity_dask.cli import main
 from trinity_dask.config.schema import MonitorConfig
 from trinity_dask.dashboard import plugin
-from trinity_dask.monitor.events import TOPIC, EventSink, RunEvents
+from trinity_dask.monitor.events import RunEvents
 from trinity_dask.monitor.monitor import Monitor
 
 WAIT_S, RUN_S = 120.0, 600.0  # for what is told already; for a run to get there
@@ -39,46 +40,12 @@ DATA = """(name) => {
 }"""
 
 
-class Teller(RunEvents):
-    """Tells by a client what a control worker tells."""
-
-    def __init__(self, client: Client, run: str, directory: Path, stage: str = "", **facts: Any):
-        super().__init__(run)
-        self._client = client
-        known = {"name": run, "mode": "both", "bound": 2, "bound_key": "synchronizer.max_staleness"}
-        self.begin(stage, directory, "secret: '***'", began=time.time(), **(known | facts))
-
-    def _send(self, event: dict[str, Any]) -> None:
-        self._client.log_event(TOPIC, event)
-
-    def step(self, step: int, **metrics: float) -> None:
-        named = {name.replace("__", "/"): value for name, value in metrics.items()}
-        EventSink(self, "trainer", 1).log(time.time(), step, named)
-
-
-def served(**options: Any) -> tuple[LocalCluster, Client]:
-    cluster = LocalCluster(
-        n_workers=0, processes=False, dashboard_address="127.0.0.1:0", protocol="tcp://", **options
-    )
-    client = Client(cluster, set_as_default=False)
-    plugin.join(client)
-    return cluster, client
-
-
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
     cluster, client = served()
     yield client
     client.close()
     cluster.close()
-
-
-def port_of(client: Client) -> int:
-    return int(client.scheduler_info()["services"]["dashboard"])
-
-
-def url(client: Client, page: str = "trinity") -> str:
-    return f"http://127.0.0.1:{port_of(client)}/{page}"
 
 
 def number_of(address: str, run: str) -> int:

@@ -22,7 +22,7 @@ MODULES = sorted((ROOT / PACKAGE).rglob("*.py"))
 # top to bottom
 LAYERS = (
     {"cli", "run", "__main__"},
-    {"launcher", "manager", "compat", "studio", "dashboard"},
+    {"launcher", "manager", "compat", "studio", "dashboard", "view"},
     {"explorer", "trainer", "sync"},
     {"engines", "workflows", "rewards", "demo", "serve"},
     {"models", "buffer", "weights", "monitor", "records"},

@@ -1,4 +1,4 @@
-"""``trinity-dask view``: jobs in their directories, looked at in the browser.
+"""``trinity-dask view``: jobs in their directories, looked at in the browser, and their rows.
 
 Invariant: the directories are only read, and the pages are served on the loopback device only. What
 a job appends is seen a second later, so a job that runs elsewhere can be watched by its directory.
@@ -19,18 +19,32 @@ if TYPE_CHECKING:
     from bokeh.server.tornado import BokehTornado
 
 HOST = "127.0.0.1"
+MAX_FOUND = 10  # jobs that are shown when none is named
 
 
 def main(args: Sequence[str]) -> int:
     """Serve until interrupted."""
     flags = _parser().parse_args(list(args))
-    directories = [Path(name).expanduser().resolve() for name in flags.job_dirs]
+    directories = [Path(name).expanduser().resolve() for name in flags.job_dirs] or _newest()
     _require_jobs(directories)
     try:
         asyncio.run(_serve(directories, flags.port, not flags.no_browser))
     except OSError as error:
         raise CommandError(f"--port={flags.port}: {error.strerror}") from error
     return 0
+
+
+def _newest() -> list[Path]:
+    """The jobs below the default of ``checkpoint_root_dir`` that were written to last."""
+    from trinity_dask.config.schema import Config
+    from trinity_dask.dashboard.offline import stages_of
+
+    root = Path(Config().checkpoint_root_dir)
+    found = {path.parent for path in root.glob("*/**/run.lock") if stages_of(path.parent)}
+    if not found:
+        raise CommandError(f"no job is below {root.resolve()}; name the directory of one")
+    newest = sorted(found, key=lambda path: -path.stat().st_mtime)[:MAX_FOUND]
+    return [path.resolve() for path in newest]
 
 
 def _require_jobs(directories: Sequence[Path]) -> None:
@@ -60,7 +74,7 @@ async def _serve(directories: Sequence[Path], port: int, opens: bool) -> None:
     pages.initialize(IOLoop.current())
     pages.start()
     link = f"http://{HOST}:{socket.getsockname()[1]}/{PAGE}"
-    print(f"view: {link}\nCtrl-C ends it", flush=True)
+    print(f"view: {link}\nrollouts: {link}/rollouts\nCtrl-C ends it", flush=True)
     if opens:
         await asyncio.to_thread(webbrowser.open, link)
     try:
@@ -72,7 +86,8 @@ async def _serve(directories: Sequence[Path], port: int, opens: bool) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="trinity-dask view", description=__doc__)
-    parser.add_argument("job_dirs", nargs="+", metavar="JOB_DIR", help="of a job or of a stage")
+    help_ = "of a job or of a stage; none: the newest below ./runs"
+    parser.add_argument("job_dirs", nargs="*", metavar="JOB_DIR", help=help_)
     parser.add_argument("--port", type=int, default=0, help="default: any that is free")
     parser.add_argument("--no-browser", action="store_true", help="only print the address")
     return parser

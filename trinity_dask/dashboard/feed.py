@@ -13,6 +13,7 @@ from array import array
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Optional
 
 from trinity_dask.monitor.curves import AGES, CURVES, curve_of
@@ -224,11 +225,20 @@ def _whose(who: str) -> str:
 
 # where the pages of a scheduler lead to; {} is the number of the feed
 LINKS = {
+    "rollouts": "trinity/rollouts#run={}",
     "configuration": "trinity/config/{}",
     "logs": "trinity/logs/{}",
     "workers": "info/main/workers.html",
     "all runs as JSON": "trinity/api/runs",
 }
+
+
+def root_of(feed: RunFeed) -> Optional[Path]:
+    """The directory of a feed's job: that of a stage lies in it. None: it has told of none."""
+    if not feed.facts.get("job_dir"):
+        return None
+    job_dir = Path(str(feed.facts["job_dir"]))
+    return job_dir.parent if feed.stage and job_dir.name == feed.stage else job_dir
 
 
 class Feeds:

@@ -19,7 +19,7 @@ from distributed.http.utils import get_handlers
 
 from trinity_dask.cluster.specs import DASHBOARD_ORIGINS
 from trinity_dask.dashboard.pages.site import INDIVIDUAL, PAGES
-from trinity_dask.dashboard.plugin import PAGE
+from trinity_dask.dashboard.plugin import PAGE, ROUTES
 
 
 class Plots(IndividualPlots):
@@ -40,7 +40,7 @@ def mount(scheduler: Any, origins: Sequence[str] = ()) -> None:
     if not pages or any(path.endswith(f"/{PAGE}") for app in pages for path in app.app_paths):
         return
     prefix = pages[0].prefix
-    routes = get_handlers(scheduler, ["trinity_dask.dashboard.routes"], prefix=prefix)
+    routes = get_handlers(scheduler, ROUTES, prefix=prefix)
     application.add_handlers(
         ".*$", [*routes, (rf"{prefix}/individual-plots.json", Plots, {"dask_server": scheduler})]
     )

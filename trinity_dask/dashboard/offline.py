@@ -24,9 +24,10 @@ from tornado.web import StaticFileHandler
 from trinity_dask.dashboard import feed
 from trinity_dask.dashboard.feed import Feeds, RunFeed
 from trinity_dask.dashboard.pages.site import INDIVIDUAL, PAGES
-from trinity_dask.dashboard.plugin import NAME, PAGE
+from trinity_dask.dashboard.plugin import NAME, PAGE, ROUTES
 from trinity_dask.monitor.events import METRICS, decode_event, event_files, point_of
 from trinity_dask.monitor.history import decode_line, metrics_path
+from trinity_dask.view.routes import close as close_viewer
 
 LOOK_MS = 1000
 MAX_LOOK_BYTES = 4 << 20
@@ -155,11 +156,11 @@ def application(
         absolute_url="",
         extra_websocket_origins=[],
         extra_patterns=[
-            *get_handlers(server, ["trinity_dask.dashboard.routes"], prefix="/"),
+            *get_handlers(server, ROUTES, prefix="/"),
             (r"/statics/(.*)", StaticFileHandler, {"path": str(statics)}),
         ],
     )
-    found.readers = readers
+    found.readers, found.server = readers, server
     return found
 
 
@@ -171,6 +172,7 @@ class _Pages(BokehTornado):
     """Looks for what was appended while it serves."""
 
     readers: Sequence[JobReader] = ()
+    server: Any = None
 
     def start(self) -> None:
         super().start()
@@ -179,6 +181,7 @@ class _Pages(BokehTornado):
 
     def stop(self, wait: bool = True) -> None:
         self._looking.stop()
+        close_viewer(self.server)
         super().stop(wait)
 
     def _look(self) -> None:

@@ -22,6 +22,7 @@ log = logging.getLogger("trinity_dask.dashboard")
 
 NAME = "trinity-dashboard"
 PAGE = "trinity"
+ROUTES = ["trinity_dask.dashboard.routes", "trinity_dask.view.routes"]  # modules
 
 
 def feeds_of(scheduler: Any) -> Feeds:
@@ -41,6 +42,7 @@ class DashboardPlugin(SchedulerPlugin):
         self._workers: dict[str, str] = {}  # run -> its control worker
 
     async def start(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
         self._feeds = feeds_of(scheduler)
         try:
             from trinity_dask.dashboard.mount import mount
@@ -48,6 +50,11 @@ class DashboardPlugin(SchedulerPlugin):
             mount(scheduler, self._origins)
         except Exception as error:  # a scheduler without bokeh, or of another version
             log.warning("the page /trinity cannot be shown: %s: %s", type(error).__name__, error)
+
+    async def close(self) -> None:
+        from trinity_dask.view.routes import close
+
+        close(self._scheduler)
 
     def log_event(self, topic: str, msg: Any) -> None:
         if topic != TOPIC:

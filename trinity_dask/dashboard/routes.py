@@ -14,7 +14,7 @@ from typing import Any, Optional
 
 from distributed.http.utils import RequestHandler
 
-from trinity_dask.dashboard.feed import RunFeed, summary
+from trinity_dask.dashboard.feed import RunFeed, root_of, summary
 from trinity_dask.dashboard.plugin import feeds_of
 
 TAIL_BYTES = 64 << 10
@@ -79,12 +79,9 @@ class Logs(Plain):
 
 
 def log_files(feed: RunFeed) -> list[Path]:
-    """Those of the job. The directory of a stage lies in the job's, and only then is another
-    directory looked into than the one that is named."""
-    job_dir = Path(str(feed.facts.get("job_dir") or "."))
-    is_stage = bool(feed.stage) and job_dir.name == feed.stage
-    place = (job_dir.parent if is_stage else job_dir) / "log"
-    return sorted(place.glob("*.log")) if feed.facts.get("job_dir") else []
+    """Those of the job."""
+    root = root_of(feed)
+    return [] if root is None else sorted((root / "log").glob("*.log"))
 
 
 def tail(path: Path, size: int) -> str:
