@@ -32,14 +32,14 @@ $(STAMP):
 	@rm -f $(VENV)/.setup-*
 	@touch $@
 
-.PHONY: help setup run smoke check test lint format bench clean
+.PHONY: help setup run smoke check test lint format notebooks bench clean
 
 help:
 	@echo 'make run [ENGINE=torch|vllm] [ARGS="key=value ..."]   run the main job'
 	@echo 'make check                                            lint, then unit and golden tests'
 	@echo 'make test                                             lint, then all tests'
 	@echo 'make setup [ACCEL=gpu] [PYTHON=...] [TORCH_INDEX_URL=...]'
-	@echo 'make smoke | lint | format | bench | clean'
+	@echo 'make smoke | lint | format | notebooks | bench | clean'
 
 setup: $(STAMP)
 
@@ -81,6 +81,9 @@ endif
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+notebooks: $(STAMP)
+	$(BIN)/python notebooks/make_notebooks.py $(ARGS)
 
 bench: $(STAMP)
 	@for script in benchmarks/[a-z]*.py; do \

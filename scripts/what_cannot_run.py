@@ -60,6 +60,7 @@ def missing() -> list[tuple[str, str, str]]:
         ("wandb", "the wandb sink", "pip install -e .[trackers]"),
         ("mlflow", "the mlflow sink", "pip install -e .[trackers]"),
         ("playwright", "tests/browser", "pip install -e .[test]"),
+        ("ipykernel", "the notebooks", "pip install -e .[test]"),
     ):
         reason = imports(module)
         if reason:

@@ -21,6 +21,7 @@ LONG_FIRST = (
     "slurm/test_slurm_runs.py",
     "slurm/test_slurm_time.py",
     "e2e/test_learning.py",
+    "e2e/test_notebooks.py",
     "models/test_architectures.py",
     "vllm/test_vllm_in_dask.py",
     "cluster/test_trainer_fsdp.py",

@@ -19,6 +19,14 @@ from small_jobs import WAIT_S, SmallJobs, overrides
 from trinity_dask import Run, load_config
 from trinity_dask.launcher.job_lock import JobInUse
 
+ATTACH = """
+import sys, time
+from trinity_dask import Run
+run = Run.attach(sys.argv[1])
+print(run.run_id, time.process_time(), "torch" in sys.modules, flush=True)
+run.close()
+"""
+
 
 def wait_for_stage(run: Run) -> None:
     while run.status.get("stage") is None:
@@ -42,11 +50,16 @@ def test_the_same_cell_twice_and_another_notebook(
     with pytest.raises(JobInUse, match=r"by this process already.*Run\.current\(\)"):
         jobs.start(*more)
     assert time.monotonic() - begun < 15.0, "it waited for itself"
-    wait_for_stage(run)
 
     # the other notebook is somewhere else, where there is no pal.py
     monkeypatch.chdir(tmp_path / "theirs")
-    attached = Run.attach(run.base_dir)
+    attached = Run.attach(run.base_dir, wait_s=120.0)  # it has only just been started
+    wait_for_stage(run)
+    words = [sys.executable, "-c", ATTACH, run.base_dir]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    run_id, cpu_s, torch = done.stdout.split()
+    assert (run_id, torch) == (run.run_id, "False"), done.stderr[-2000:]
+    assert float(cpu_s) < 3.0, "of a whole process, imports and all"
     assert attached.run_id == run.run_id
     assert attached.dashboard_link == run.dashboard_link is not None
     assert attached.page_link == run.page_link is not None
@@ -66,6 +79,15 @@ def test_the_same_cell_twice_and_another_notebook(
     assert card.count("<svg") >= 2  # reward and loss
     assert "last answers" in card
     assert "0.25" in card
+
+
+def test_who_attaches_too_early_or_elsewhere_is_told(tmp_path: Path) -> None:
+    with pytest.raises(LookupError, match=r"there is no directory .*/nosuch"):
+        Run.attach(f"{tmp_path}/nosuch")
+    begun = time.monotonic()
+    with pytest.raises(LookupError, match="does not say where its run is: it has not begun yet"):
+        Run.attach(str(tmp_path), wait_s=1.2)
+    assert time.monotonic() - begun >= 1.0
 
 
 @pytest.mark.timeout(600)
@@ -135,6 +157,8 @@ CELLS = """
 import sys
 from distributed import Client
 from trinity_dask import REWARD_FUNCTIONS, Run, load_config
+from trinity_dask.algorithm import POLICY_LOSS_FN
+from trinity_dask.buffer.operators.operators import OPERATORS
 from trinity_dask.workflows import WORKFLOWS
 from trinity_dask.workflows.simple import SimpleWorkflow
 
@@ -142,10 +166,26 @@ client = Client(sys.argv[1], set_as_default=False)
 words = [*sys.argv[2:], "buffer.explorer_input.taskset.reward_fn=mine",
          "buffer.explorer_input.default_workflow=my_flow"]
 words.append("buffer.explorer_input.taskset.workflow=my_flow")
+words += ["algorithm.policy_loss_fn=my_loss", "algorithm.kl_loss_fn=none"]
+words += ["buffer.operators=[{name: my_operator, args: {most: 3}}]"]
 
 @WORKFLOWS.register_module("my_flow")
 class Flow(SimpleWorkflow):
     pass
+
+@OPERATORS.register_module("my_operator")
+class Operator:
+    def __init__(self, most):
+        self.most = most
+
+    def process(self, exps):
+        kept = [exp for exp in exps if exp.eid.run < self.most]
+        return kept, {"left_out": float(len(exps) - len(kept))}
+
+@POLICY_LOSS_FN.register_module("my_loss")
+def loss(logprob, advantages, action_mask):
+    value = -(advantages * logprob)[action_mask].mean()
+    return value, {"scale": logprob.new_tensor(scale)}
 
 scale = 0.25
 @REWARD_FUNCTIONS.register_module("mine")
@@ -155,9 +195,13 @@ def reward(response_text=None, **_):
 def rewards(name):
     with Run(load_config(*words, f"name={name}"), client) as run:
         run.wait(timeout=240)
-        return sorted(set(run.samples(2)["reward"]))
+        rows, metrics = run.samples(2), run.metrics
+        print(rows["run"].max(), metrics["experience_pipeline/my_operator/left_out"].max(),
+              sorted(set(metrics["actor/scale"].dropna())))
+        return sorted(set(rows["reward"]))
 
 print(rewards("first"))
+scale = 0.5
 exec('''
 @REWARD_FUNCTIONS.register_module("mine")
 def reward(response_text=None, **_):
@@ -176,4 +220,5 @@ def test_what_a_cell_defines_runs_on_a_cluster_as_it_was_edited_last(
     done = subprocess.run(
         [sys.executable, "-c", CELLS, address, *words], capture_output=True, text=True, timeout=480
     )
-    assert done.stdout.split("\n")[:2] == ["[0.25]", "[0.75]"], done.stderr[-3000:]
+    first = ["2 4.0 [0.25]", "[0.25]"]  # highest run that is left, rows left out, scale; rewards
+    assert done.stdout.splitlines() == [*first, "2 4.0 [0.5]", "[0.75]"], done.stderr[-3000:]

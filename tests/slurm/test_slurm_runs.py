@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from make_notebooks import HERE, execute, notebook_of, outputs
 from slurm_driver import START_S, Driver
 from slurm_stand import Slurm, until
 
@@ -180,3 +181,14 @@ def test_doctor_says_when_no_node_was_free(slurm: Slurm) -> None:
     assert code == 0
     [line] = [line for line in lines if "no node could be looked at" in line]
     assert "ask again with --wait SECONDS" in line
+
+
+def test_the_notebook_about_clusters_has_slurm_start_its_workers(
+    slurm: Slurm, tmp_path: Path
+) -> None:
+    notebook = notebook_of(HERE / "04_on_a_cluster.py")
+    execute(notebook, tmp_path, slurm.env)
+    said = "".join(o.text for o in outputs(notebook) if o.get("name") == "stdout")
+    assert said.count("RUNNING") == 3, said
+    assert "\ndone\n" in said
+    until(lambda: slurm.queue() == {}, "empty queue", 60)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE_FILES = sorted((ROOT / "trinity_dask").rglob("*.py"))
 FILES = PACKAGE_FILES + sorted(
     path
-    for folder in ("benchmarks", "scripts", "examples")
+    for folder in ("benchmarks", "scripts", "examples", "notebooks")
     for path in (ROOT / folder).rglob("*.py")
 )
 

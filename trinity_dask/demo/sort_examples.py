@@ -91,8 +91,11 @@ def _train(path: Path, rows: list[Row], steps: int, seed: int) -> None:
     import torch.nn.functional as F
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from trinity_dask.models.torch.engine import quiet_loading
+
     tokenizer = AutoTokenizer.from_pretrained(path)
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with quiet_loading():
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     texts = [row["prompt"] + row["response"] for row in rows]
     ids = [[*tokenizer.encode(t, add_special_tokens=False), tokenizer.eos_token_id] for t in texts]
     data, width = torch.tensor(ids), len(rows[0]["response"]) + 1
@@ -111,7 +114,8 @@ def _train(path: Path, rows: list[Row], steps: int, seed: int) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     # the weights alone: saving config or tokenizer anew could change the ids
-    model.save_pretrained(path / "weights")
+    with quiet_loading():
+        model.save_pretrained(path / "weights")
     os.replace(path / "weights" / "model.safetensors", path / "model.safetensors")
     shutil.rmtree(path / "weights")
 

@@ -9,6 +9,7 @@ is dead when the scheduler has lost its launcher, not when it does not answer.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -100,7 +101,7 @@ def connect(where: str) -> Client:
     """A client of the scheduler at an address, or of the one of a job directory's newest run.
 
     Raises:
-        LookupError: the directory holds no word of a run.
+        LookupError: the directory holds no word of a run, or there is none.
         OSError: nobody answers (any more).
     """
     from distributed import Client
@@ -108,6 +109,8 @@ def connect(where: str) -> Client:
     from trinity_dask.cluster.tls import load_certificate
 
     if not Path(where).is_dir():
+        if "://" not in where and os.sep in where:
+            raise LookupError(f"there is no directory {where}, and so no run of it (yet)")
         return Client(where, set_as_default=False)
     word = read_json(Path(where) / WHERE)
     if word is None:
@@ -115,6 +118,23 @@ def connect(where: str) -> Client:
     certificate = word["certificate"]
     security = None if certificate is None else load_certificate(Path(certificate))
     return Client(word["scheduler"], security=security, set_as_default=False)
+
+
+def find(where: str, name: Optional[str] = None) -> tuple[Entry, Client]:
+    """The entry of the newest launched run there (whose id or job name is ``name``), and a client.
+
+    Raises:
+        LookupError: no such run there (lists those that are).
+        OSError: nobody answers (any more).
+    """
+    client = connect(where)
+    launched = [e for e in entries(client) if e["handle"] is not None]
+    found = [e for e in launched if name is None or name in (e["run_id"], e["name"])]
+    if not found:
+        known = ", ".join(e["run_id"] for e in launched) or "none"
+        client.close()
+        raise LookupError(f"no run {name or ''!r} on {where}; live runs: {known}")
+    return max(found, key=lambda e: e["started"]), client
 
 
 def publish(client: Client, run_id: str, **values: Any) -> None:

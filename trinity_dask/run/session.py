@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import threading
+import time
 import uuid
 from collections.abc import Generator
 from contextlib import suppress
@@ -55,6 +56,7 @@ STOP_TIMEOUT_S = 120.0
 LEAVE_S = 4.0  # for the workers of a run that is left without its state
 LOCK_WAIT_S = 20.0  # the workers of a killed driver need a moment to end
 MAX_RELAUNCHES = 2
+ATTACH_POLL_S = 0.5  # between two looks for a run that is being started
 MAX_UNANSWERED = 10  # polls of CALL_TIMEOUT_S each
 
 
@@ -283,22 +285,23 @@ class Run:
         return live.newest(name)
 
     @classmethod
-    def attach(cls, address: str, name: Optional[str] = None) -> Run:
+    def attach(cls, address: str, name: Optional[str] = None, wait_s: float = 0.0) -> Run:
         """The live run on the scheduler at ``address``, or of the job directory ``address``
         (the newest, or the one whose id or job name is ``name``). Closing an attached run leaves
-        it running.
+        it running. ``wait_s``: how long to look for a run that is only just being started.
 
         Raises:
             LookupError: no such run there (lists those that are).
+            OSError: no scheduler answers there.
         """
-        client = joining.connect(address)
-        entries = [e for e in joining.entries(client) if e["handle"] is not None]
-        found = [e for e in entries if name is None or name in (e["run_id"], e["name"])]
-        if not found:
-            known = ", ".join(e["run_id"] for e in entries) or "none"
-            client.close()
-            raise LookupError(f"no run {name or ''!r} on {address}; live runs: {known}")
-        return cls._from_entry(max(found, key=lambda e: e["started"]), client)
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                return cls._from_entry(*joining.find(address, name))
+            except (LookupError, OSError):
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(ATTACH_POLL_S)
 
     @classmethod
     def _from_entry(cls, entry: dict[str, Any], client: Client) -> Run:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -147,6 +148,8 @@ async def _trace(
     runs: int,
     taskset: Optional[str],
 ) -> Trace:
+    # of a notebook tqdm wants ipywidgets as soon as transformers imports it; no bar is shown here
+    warnings.filterwarnings("ignore", message="IProgress not found")
     # torch and transformers, only when something is really run
     from trinity_dask.experience.schema import decode, from_table
     from trinity_dask.explorer.engine_weights import checkpoint_weights
