@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -324,3 +325,36 @@ def test_a_cancelled_workflow_aborts_its_request_at_the_engine(stand):
     while asyncio.run(running()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert asyncio.run(running()) == 0
+
+
+def test_explorers_share_the_lanes_of_runners_and_waiting_there_costs_nothing(stand, tmp_path):
+    """Each of four believes that all lanes are its own: what the last one sends waits at the
+    workers for longer than an attempt may take."""
+    n, sleep_s, limit_s = N_RUNNERS * LANES, 2.0, 5.0
+
+    async def main() -> list[BatchResult]:
+        address = stand.cluster.scheduler_address
+        async with Client(address, asynchronous=True) as client:
+            cfg = stand.config(max_timeout_s=30.0)
+            explorers = [Scheduler(cfg, client=client) for _ in range(4)]
+            try:
+                for scheduler in explorers:
+                    await scheduler.start()
+                    await scheduler.wait_for_lanes(ENGINE_LANES + n, WAIT_S)
+                    state = scheduler.state  # its own deadline is tried, not the worker's
+                    state.policy = replace(state.policy, attempt_slack_s=limit_s - 30.0)
+                    scheduler.schedule(tasks_of("Slow", n, sleep_s=sleep_s, notes=str(tmp_path)), 1)
+                return await asyncio.gather(*(s.get_results(1, timeout=WAIT_S) for s in explorers))
+            finally:
+                await asyncio.gather(*(s.stop() for s in explorers))
+
+    before = asyncio.run(addresses(stand))
+    found = asyncio.run(main())
+    assert [(r.counts.succeeded, r.failures) for r in found] == [(n, {})] * 4
+    assert len(list(tmp_path.iterdir())) == 4 * n  # each was begun once
+    assert asyncio.run(addresses(stand)) == before  # no worker was killed
+
+
+async def addresses(stand: Stand) -> dict[str, str]:
+    async with Client(stand.cluster.scheduler_address, asynchronous=True) as client:
+        return await runner_addresses(client)

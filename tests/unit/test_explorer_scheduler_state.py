@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trinity_dask.explorer.schedule.policy import (
+    Ask,
     Cancel,
     Emit,
     Recall,
@@ -22,7 +23,7 @@ from trinity_dask.explorer.schedule.policy import (
     SchedulePolicy,
     Submit,
 )
-from trinity_dask.explorer.schedule.state import RECALLED, WORKER_LOST, SchedulerState
+from trinity_dask.explorer.schedule.state import ASK_S, RECALLED, WORKER_LOST, SchedulerState
 from trinity_dask.explorer.schedule.tasks import (
     AttemptOutcome,
     Counts,
@@ -469,7 +470,8 @@ def test_fault_10_what_does_not_end_is_killed_and_its_neighbours_lose_nothing():
     stuck, _ = submitted(state.schedule(1, tasks(1), 0.0, to_runner)) + submitted(
         state.schedule(2, tasks(1), 3.0, to_runner)
     )
-    instructions = state.tick(6.0)
+    assert state.tick(6.0) == [Ask(stuck.attempt_id)]  # whether it has begun
+    instructions = state.begun({stuck.attempt_id: 6.0}, 6.0)
     assert Restart("runner-0") in instructions
     assert Cancel(stuck.attempt_id) in instructions
     assert state.drain(1).failures == {"AttemptTimeout": 1}
@@ -477,6 +479,38 @@ def test_fault_10_what_does_not_end_is_killed_and_its_neighbours_lose_nothing():
     (again,) = submitted(state.worker_up("runner-0", 2, 7.0, RUNNER))
     state.finished(again.attempt_id, outcome(1, 1), b"p", 8.0)
     assert state.drain(2).counts == Counts(1, 1, 0, 0)
+
+
+def test_an_attempt_that_waits_at_a_shared_runner_loses_none_of_its_time():
+    state = on_runners(1, max_attempts=1)
+    (waits,) = submitted(state.schedule(1, tasks(1), 0.0, to_runner))
+    assert state.tick(6.0) == [Ask(waits.attempt_id)]
+    assert state.begun({waits.attempt_id: None}, 7.0) == []
+    assert state.next_deadline() == 13.0
+    assert state.tick(13.0) == [Ask(waits.attempt_id)]
+    assert state.begun({waits.attempt_id: 2.0}, 14.0) == []  # it began at 12
+    assert state.next_deadline() == 18.0
+    state.finished(waits.attempt_id, outcome(1, 1), b"p", 17.0)
+    assert state.drain(1).counts == Counts(1, 1, 0, 0)
+
+
+def test_a_runner_that_does_not_say_what_has_begun_is_killed():
+    state = on_runners(1, max_attempts=1)
+    (stuck,) = submitted(state.schedule(1, tasks(1), 0.0, to_runner))
+    state.tick(6.0)
+    assert state.tick(6.0 + ASK_S - 0.1) == []
+    assert Restart("runner-0") in state.tick(6.0 + ASK_S)
+    assert state.begun({stuck.attempt_id: None}, 30.0) == []  # too late
+
+
+def test_what_only_waits_at_a_runner_does_not_have_it_killed():
+    state = on_runners(1)
+    (waits,) = submitted(state.schedule(1, tasks(1), 0.0, to_runner))
+    state.tick(6.0)
+    state.begun({waits.attempt_id: None}, 6.5)
+    instructions = state.cancel_unfinished(1, 7.0, restart=True)
+    assert Cancel(waits.attempt_id) in instructions
+    assert Restart("runner-0") not in instructions
 
 
 def test_a_runner_that_reports_left_over_threads_is_killed():

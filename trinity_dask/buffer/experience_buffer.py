@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -172,11 +173,18 @@ class ExperienceBuffer:
 
     # -- write ----------------------------------------------------------------------
 
-    async def commit(self, batch_id: int | str, table: pa.Table, meta: dict[str, Any]) -> Manifest:
+    async def commit(
+        self,
+        batch_id: int | str,
+        table: pa.Table,
+        meta: dict[str, Any],
+        guard: Callable[[], None] = lambda: None,
+    ) -> Manifest:
         """Commit a batch and queue its rows; a batch that is committed already is returned.
 
         Waits while ``capacity_batches`` batches are committed and not yet trained
-        (0 or less: no limit).
+        (0 or less: no limit). ``guard()`` raises where the caller may not write any more; it is
+        called in a thread when there is room.
 
         Raises:
             TimeoutError: there was no room, and no lease was given or ended, for
@@ -206,6 +214,7 @@ class ExperienceBuffer:
         try:
             index = await asyncio.to_thread(RowIndex.of, table)
             meta = {**meta, INDEX_KEY: asdict(index)}
+            await asyncio.to_thread(guard)
             manifest = await asyncio.to_thread(self.store.commit, batch_id, table, meta)
             # an earlier commit may have won
             index = await asyncio.to_thread(self._index_of, manifest)

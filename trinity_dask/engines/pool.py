@@ -13,7 +13,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -126,6 +126,7 @@ class EnginePool:
         engine.holds = True  # the start model, like all others
 
     async def _create(self, spec: EngineSpec, key: str) -> _Engine:
+        spec = replace(spec, run=self.run_id)
         ref = await create_actor(
             EngineActor, spec, slot=spec.slot, key=key, timeout=CREATE_TIMEOUT_S
         )

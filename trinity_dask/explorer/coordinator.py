@@ -81,9 +81,11 @@ class Coordinator:
         buffer: Optional[ExperienceBuffer] = None,
         run_id: str = "",
         client: Optional[Client] = None,
+        guard: Callable[[], None] = lambda: None,
     ) -> None:
         self.cfg = cfg
         self.run_id = run_id
+        self._guard = guard
         self._buffer = buffer
         self._client = client
         self._pipeline: Optional[ExperiencePipeline] = None
@@ -101,7 +103,7 @@ class Coordinator:
         if self._pipeline is None and self.cfg.mode != "bench":
             self._pipeline = ExperiencePipeline.from_config(self.cfg)
         if self._scheduler is None:
-            self._scheduler = Scheduler(self.cfg, slots, self._client)
+            self._scheduler = Scheduler(self.cfg, slots, self._client, self.run_id)
             await self._scheduler.start()
             if self._recorder is not None and self._buffer is not None:
                 manifests = await self._buffer.manifests()
@@ -294,7 +296,8 @@ class Coordinator:
             records = await asyncio.to_thread(self._record, collected, dropped, filtered)
             metrics["time/record"] = time.perf_counter() - started
             meta = {**batch.meta(), "accounts": accounts, "metrics": metrics, **records}
-            commit = asyncio.ensure_future(self._buffer.commit(batch.batch_id, table, meta))
+            writing = self._buffer.commit(batch.batch_id, table, meta, self._guard)
+            commit = asyncio.ensure_future(writing)
             try:
                 await asyncio.shield(commit)
             except asyncio.CancelledError:

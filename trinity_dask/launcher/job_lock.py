@@ -4,6 +4,9 @@ Invariant: a lock is an ``flock`` of the process that writes the job's state; it
 that process, however it ends, so there is never a stale lock to remove by hand. One run of
 mode ``both`` has the directory for itself; a trainer and explorers that were started each on
 its own share it, each name once; a benchmark only reads, and excludes another benchmark.
+The file names the launch that may write. A process that stands still keeps its lock, so the
+driver's next launch, which knows that the scheduler has lost the last one, may write its own name
+there; whoever does not find its name any more writes nothing and ends.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from trinity_dask.config.schema import Config
 log = logging.getLogger("trinity_dask.launcher")
 
 POLL_S = 0.2
+FENCE_S = 2.0  # between two looks at whose the job is
 # a file system without flock (Lustre without -o flock, some FUSE), or a file of somebody else
 # on NFS, which can only be read
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL, errno.EBADF)
@@ -50,11 +54,17 @@ def claims_of(stages: Sequence[Config]) -> tuple[Claim, ...]:
     return WHOLE
 
 
+class Superseded(RuntimeError):
+    """Another launch has taken the job over; this one must write nothing any more."""
+
+
 class JobLock:
     """Asynchronous context manager around the lock files of a job.
 
     ``holder`` names, for people, the process to stop (the driver); default: this one.
     Waits up to ``timeout_s`` because the workers of a killed driver need a moment to end.
+    ``launch`` names this launch; one of ``supersedes`` that still holds a lock then (its process
+    was stopped, or cut off) loses the job.
     """
 
     def __init__(
@@ -63,12 +73,18 @@ class JobLock:
         timeout_s: float = 20.0,
         holder: dict[str, Any] | None = None,
         claims: Sequence[Claim] = WHOLE,
+        launch: str = "",
+        supersedes: Sequence[str] = (),
     ) -> None:
         self.job_dir = Path(job_dir)
+        self.launch, self.supersedes = launch, tuple(supersedes)
         self.holder = holder or {"host": socket.gethostname(), "pid": os.getpid()}
+        if launch:
+            self.holder = {**self.holder, "launch": launch}
         self.timeout_s = timeout_s
         self.claims = tuple(claims)
         self._held = ExitStack()
+        self._not_locked: list[tuple[IO[str], int]] = []  # taken over; locked when it is possible
 
     async def __aenter__(self) -> JobLock:
         self.job_dir.mkdir(parents=True, exist_ok=True)
@@ -77,8 +93,16 @@ class JobLock:
             file = self._held.enter_context(open(self.job_dir / name, "a+", encoding="utf-8"))  # noqa: SIM115
             while not _try(file, kind):
                 if time.monotonic() > deadline:
-                    self._held.close()
-                    raise JobInUse(_in_use(self.job_dir, name))
+                    if _launch_in(self.job_dir / name) not in self.supersedes:
+                        self._held.close()
+                        raise JobInUse(_in_use(self.job_dir, name))
+                    log.warning(
+                        "%s is still locked by an earlier launch of this run, which the scheduler "
+                        "has lost; this launch takes the job over, and that one may write no more",
+                        self.job_dir / name,
+                    )
+                    self._not_locked.append((file, kind))
+                    break
                 await asyncio.sleep(POLL_S)  # flock has no wake-up; bounded by the deadline
             file.truncate(0)
             json.dump(self.holder, file)
@@ -87,6 +111,27 @@ class JobLock:
 
     async def __aexit__(self, *_: object) -> None:
         self._held.close()
+
+    def require(self) -> None:
+        """Blocking; before anything is written that others rely on.
+
+        Raises:
+            Superseded: another launch has taken the job over.
+        """
+        for name, kind in self.claims if self.launch else ():
+            found = _launch_in(self.job_dir / name) if kind == EXCLUSIVE else None
+            if found and found != self.launch:
+                raise Superseded(
+                    f"{self.job_dir} has been taken over by launch {found}; this one, "
+                    f"{self.launch}, was cut off from its scheduler and writes nothing any more"
+                )
+
+    async def superseded(self) -> None:
+        """Look every ``FENCE_S`` seconds whose the job is. Never returns; raises Superseded."""
+        while True:
+            await asyncio.to_thread(self.require)
+            self._not_locked = [held for held in self._not_locked if not _try(*held)]
+            await asyncio.sleep(FENCE_S)
 
 
 def wait_unlocked(
@@ -138,6 +183,14 @@ def _try(file: IO[str], kind: int) -> bool:
             os.strerror(error.errno),
         )
     return True
+
+
+def _launch_in(path: Path) -> Optional[str]:
+    """The launch that a lock file names; None: none, or it is being written."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8")).get("launch")
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def _in_use(job_dir: Path, name: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -30,13 +31,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("trinity_dask.launcher")
 
+LOCK_WAIT_S = 20.0
+
 
 # one launcher of this process at a time; made on its loop, not at import
 _preparing: Optional[asyncio.Lock] = None
 
 
 class Launcher:
-    """Runs ``stages`` (each a validated config) under the lock of ``base_dir``."""
+    """Runs ``stages`` (each a validated config) under the lock of ``base_dir``.
+
+    ``launches`` is how many launchers this run has had before: the scheduler has lost them, which
+    need not mean that they have ended.
+    """
 
     def __init__(
         self,
@@ -44,13 +51,23 @@ class Launcher:
         base_dir: str,
         run_id: str,
         driver: Optional[dict[str, Any]] = None,
+        launches: int = 0,
     ) -> None:
         self.stages = stages
         self.job_dirs = [str(stage.job_dir) for stage in stages]
         self._benches = stages[0].mode == "bench"
         self.base_dir = base_dir
         self.run_id = run_id
-        self.driver = driver
+        self._lock = JobLock(
+            base_dir,
+            LOCK_WAIT_S,
+            driver,
+            claims_of(stages),
+            f"{run_id}/{launches}",
+            [f"{run_id}/{before}" for before in range(launches)],
+        )
+        # parts of an earlier launch are told from this one's by their names
+        self._parts = f"{run_id}.{launches}" if launches else run_id
         self._events = RunEvents(run_id)
         self._stage_file = Path(base_dir) / job_dir.stage_file(stages[0])
         self._board: Optional[StatusBoard] = None
@@ -98,8 +115,8 @@ class Launcher:
         assert self._board is not None
         orphan = asyncio.get_running_loop().create_task(self._end_orphan())
         try:
-            async with JobLock(self.base_dir, 20.0, self.driver, claims_of(self.stages)):
-                await self._run_stages()
+            async with self._lock:
+                await self._while_ours(self._run_stages())
                 if self.stages[0].monitor.curves and not self._benches:
                     try:
                         await asyncio.to_thread(write_curves, self.base_dir)
@@ -114,6 +131,18 @@ class Launcher:
                 raise
         finally:
             await ended([orphan])
+
+    async def _while_ours(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do ``work``; it is ended when another launch has taken the job over (Superseded)."""
+        guard = asyncio.ensure_future(self._lock.superseded())
+        doing = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({guard, doing}, return_when=asyncio.FIRST_COMPLETED)
+            if not doing.done():
+                await guard
+            await doing
+        finally:
+            await ended([guard, doing])
 
     async def _end_orphan(self) -> None:
         """Stop a run that nobody asks for any more: a driver does all the time, while it lives."""
@@ -150,6 +179,7 @@ class Launcher:
 
     def _save_stage(self, index: int, finished: bool = False) -> None:
         if not self._benches:  # a benchmark leaves the job's state alone
+            self._lock.require()
             write_json(self._stage_file, {"latest_stage": index, "finished": finished})
 
     async def _run_stage(self, index: int) -> None:
@@ -170,7 +200,7 @@ class Launcher:
         previous = self.stages[index - 1] if index else None
         stage_runner = (await asyncio.to_thread(_stage_runners))[stage.mode]
         self._stage = stage_runner(
-            stage, self._board, self.run_id, previous, self.stop, self._events
+            stage, self._board, self._parts, previous, self.stop, self._events, self._lock.require
         )
         try:
             if self._stop_reason is None:

@@ -58,7 +58,7 @@ class StageRunner:
     """Runs one validated stage config on the control worker's event loop.
 
     Subclasses say which parts a mode has. ``request_stop(reason)`` asks the launcher to end
-    the job as interrupted.
+    the job as interrupted; ``guard()`` raises where this launch may not write any more.
     """
 
     def __init__(
@@ -69,8 +69,10 @@ class StageRunner:
         previous: Optional[Config] = None,
         request_stop: Optional[Callable[[str], Awaitable[None]]] = None,
         events: Optional[RunEvents] = None,
+        guard: Callable[[], None] = lambda: None,
     ) -> None:
         self.cfg = cfg
+        self.guard = guard
         self.board = board
         self.run_id = f"{run_id}-{cfg.stage_name}" if cfg.stage_name else run_id
         self.previous = previous
@@ -221,7 +223,7 @@ class StageRunner:
         end_writes: Optional[Callable[[], Awaitable[None]]] = None,
     ) -> ExploreLoop:
         assert self.pool is not None
-        self.coordinator = Coordinator(self.cfg, self.buffer, run_id=self.run_id)
+        self.coordinator = Coordinator(self.cfg, self.buffer, run_id=self.run_id, guard=self.guard)
         stack.push_async_callback(bounded, self.coordinator.shutdown, "coordinator")
         await self.coordinator.prepare()
         load_s = self.cfg.explorer.rollout_model.prepare_timeout_s

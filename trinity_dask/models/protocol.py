@@ -180,6 +180,7 @@ class EngineSpec:
     in_flight: str = "keep"  # what an update does to running requests: keep | wait | abort
     in_flight_timeout_s: float = SynchronizerConfig.in_flight_timeout_s  # wait: for how long
     plugin_dirs: tuple[str, ...] = ()  # where a user's own engine may be registered
+    run: str = ""  # launch of a run that it samples for; others get nothing from it
 
 
 def checked(

@@ -366,6 +366,7 @@ class Run:
             self.base_dir,
             self.run_id,
             {"host": socket.gethostname(), "pid": os.getpid()},
+            self._relaunches,
             slot=CONTROL,
             key=f"{self.run_id}-launcher-{self._relaunches}",
             timeout=away_s(self.cfg.cluster, START_TIMEOUT_S),
@@ -391,6 +392,9 @@ class Run:
                     # busy, stopped, or we were suspended: ask again, but not for ever
                     silent += 1
                     log.warning("the control worker does not answer (%s)", error)
+                    if self._is_lost():
+                        self._lost(error)
+                        continue
                     self._set(message="the control worker does not answer")
                     if silent >= MAX_UNANSWERED:
                         self._end("failed", f"the control worker does not answer: {error}")
@@ -401,6 +405,14 @@ class Run:
                     self._end(status["state"], status.get("message", ""))
         except BaseException as error:
             self._end("failed", f"{type(error).__name__}: {error}")
+
+    def _is_lost(self) -> bool:
+        """Whether the scheduler has lost the launcher, which then will never answer."""
+        assert self._handle is not None
+        assert self._client is not None
+        with suppress(OSError, TimeoutError):
+            return not joining.is_held(self._client, self._handle)
+        return False
 
     def _lost(self, error: BaseException) -> None:
         """The control worker died: its state is on disk, so start the launcher again.

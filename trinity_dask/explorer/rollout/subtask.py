@@ -58,9 +58,10 @@ class RunnerSettings:
     call_timeout_s: float = 930.0
     request_seed: Optional[int] = None  # deterministic: what the seeds of requests are made from
     engine_slots: Optional[tuple[str, ...]] = None  # where other explorers have engines too
+    run: str = ""  # launch of a run; engines of another one are not used
 
     @classmethod
-    def from_config(cls, cfg: Config) -> RunnerSettings:
+    def from_config(cls, cfg: Config, run: str = "") -> RunnerSettings:
         engine = cfg.explorer.rollout_model
         return cls(
             asdict(cfg.model),
@@ -70,6 +71,7 @@ class RunnerSettings:
             engine.request_timeout_s + engine.prepare_timeout_s + REMOTE_GRACE_S,
             engine.seed if engine.deterministic else None,
             own_engine_slots(cfg.cluster),
+            run,
         )
 
     @cached_property
@@ -118,12 +120,13 @@ def group_of(workflow: str, cfg: Config) -> str:
 
 async def run_subtask(spec: SubTaskSpec) -> bytes:
     """Payload of the runs (header: :class:`AttemptOutcome`). Runs on the worker's event loop."""
-    try:
-        runner = await _runner_for(spec)
-    except (LoadError, ValueError) as error:  # a wrong plugin, reward or tokenizer path
-        lost = AttemptOutcome.all_failed(spec.repeat_times, as_run_error(error), retryable=False)
-        return encode([], header_of(lost))
     with recallable(spec.key):
+        try:
+            runner = await _runner_for(spec)
+        except (LoadError, ValueError) as error:  # a wrong plugin, reward or tokenizer path
+            told = as_run_error(error)
+            lost = AttemptOutcome.all_failed(spec.repeat_times, told, retryable=False)
+            return encode([], header_of(lost))
         _, payload = await runner.run_task(
             spec.task,
             spec.task.batch_id,
@@ -151,19 +154,20 @@ async def warm_up(settings: RunnerSettings) -> None:
 # One runner per engine and settings. An engine that was re-created is a new object, so its
 # runner is made anew and the old one is dropped with its engine.
 _runners: dict[tuple[Any, str], tuple[Any, asyncio.Future[WorkflowRunner]]] = {}
-_remote: dict[str, RemoteEngine] = {}
+_remote: dict[tuple[str, str], RemoteEngine] = {}  # by slot and launch
 
 
 async def _runner_for(spec: SubTaskSpec) -> WorkflowRunner:
     wait_s = min(spec.timeout_s, ENGINE_WAIT_S)
     worker = current_worker()
     if worker is None or not worker.state.total_resources.get(RUNNER, 0):
-        engine = await ready_engine(wait_s)
+        engine = await ready_engine(wait_s, spec.settings.run)
         return await _runner(id(engine), engine, spec)
     slot = spec.engine or await _any_engine(spec, wait_s)
-    remote = _remote.get(slot)
+    key, settings = (slot, spec.settings.run), spec.settings
+    remote = _remote.get(key)
     if remote is None:
-        remote = _remote[slot] = RemoteEngine(slot, spec.settings.call_timeout_s)
+        remote = _remote[key] = RemoteEngine(slot, settings.call_timeout_s, settings.run)
     return await _runner(slot, remote, spec)
 
 

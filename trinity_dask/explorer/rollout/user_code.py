@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import time
 import traceback
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ TRACEBACK_CHARS = 2000
 MESSAGE_CHARS = 2000
 
 _here: dict[str, asyncio.Event] = {}  # the attempts of this worker, by Dask key
+_since: dict[str, float] = {}  # when each of them began, time.monotonic()
 _bell: ContextVar[Optional[asyncio.Event]] = ContextVar("trinity_recall", default=None)
 
 
@@ -54,11 +56,19 @@ def recallable(key: str) -> Iterator[None]:
     """While an attempt runs, it can be asked for by ``key``."""
     bell = _here[key] = asyncio.Event()
     token = _bell.set(bell)
+    _since[key] = time.monotonic()
     try:
         yield
     finally:
         _bell.reset(token)
-        del _here[key]
+        del _here[key], _since[key]
+
+
+def ran_s(keys: Sequence[str]) -> dict[str, Optional[float]]:
+    """For how many seconds each attempt has run on this worker; None: it does not run here (it
+    waits, or has ended). Runs on the worker's event loop."""
+    now = time.monotonic()
+    return {key: now - _since[key] if key in _since else None for key in keys}
 
 
 def was_recalled() -> bool:

@@ -40,7 +40,7 @@ async def report_ready(
     Plugins and tokenizer are loaded first: an attempt's time is for its workflow alone.
     """
     if group == ROLLOUT:
-        await ready_engine(timeout_s)
+        await ready_engine(timeout_s, settings.run if settings is not None else "")
     if settings is not None:
         await warm_up(settings)
     worker = current_worker()

@@ -126,6 +126,14 @@ class Recall:
 
 
 @dataclass(frozen=True)
+class Ask:
+    """Ask an attempt's worker whether it has begun, and how long ago. Workers of other explorers
+    may be the same ones, so it may still wait there; the answer is ``SchedulerState.begun``."""
+
+    attempt_id: int
+
+
+@dataclass(frozen=True)
 class Restart:
     """Kill a worker: something there neither ends nor lets itself be ended."""
 
@@ -140,4 +148,4 @@ class Emit:
     complete: bool
 
 
-Instruction = Submit | Cancel | Recall | Restart | Emit
+Instruction = Submit | Cancel | Recall | Restart | Emit | Ask

@@ -27,12 +27,13 @@ from trinity_dask.cluster.runners import kill_runner
 from trinity_dask.cluster.slots import slot_resource
 from trinity_dask.config.schema import Config
 from trinity_dask.explorer.rollout.subtask import RunnerSettings, SubTaskSpec, group_of, run_subtask
-from trinity_dask.explorer.rollout.user_code import recall
+from trinity_dask.explorer.rollout.user_code import ran_s, recall
 from trinity_dask.explorer.rollout.workflow_runner import outcome_of
 from trinity_dask.explorer.schedule.lane_table import LaneTable
 from trinity_dask.explorer.schedule.membership import Membership
 from trinity_dask.explorer.schedule.pending import UNROUTED
 from trinity_dask.explorer.schedule.policy import (
+    Ask,
     Cancel,
     Emit,
     Instruction,
@@ -78,13 +79,14 @@ class Executor:
         client: Client,
         lanes: LaneTable,
         changes: Changes,
+        run: str = "",
     ) -> None:
         self._cfg = cfg
         self._state = state
         self._client = client
         self._lanes = lanes
         self._changes = changes
-        self._settings = RunnerSettings.from_config(cfg)
+        self._settings = RunnerSettings.from_config(cfg, run)
         self._prefix = f"rollout-{uuid.uuid4().hex[:8]}"
         self._groups: dict[str, str] = {}  # workflow -> group of workers
         self._out: dict[int, _Out] = {}
@@ -135,6 +137,10 @@ class Executor:
                 recalls.setdefault(out.worker, []).append(str(out.future.key))
         for worker, keys in recalls.items():
             self._background.start(self._recall(worker, keys))
+        asked = {i.attempt_id for i in instructions if isinstance(i, Ask)} & self._out.keys()
+        for worker in {self._out[a].worker for a in asked}:
+            mine = {str(o.future.key): a for a in asked if (o := self._out[a]).worker == worker}
+            self._background.start(self._ask(worker, mine))
         if any(isinstance(i, Emit) for i in instructions):
             self._changes.notify()
         due = self._state.next_deadline()
@@ -209,6 +215,22 @@ class Executor:
                 await self._client.run(recall, keys, workers=[address], asynchronous=True)
             except OSError as error:  # it is dying; its attempts are lost with it
                 log.warning("attempts at %s could not be recalled: %s", worker, error)
+
+    async def _ask(self, worker: str, attempts: dict[str, int]) -> None:
+        """Which of some attempts, by their keys, have begun at their worker. One that does not
+        say so in time is taken to be stuck."""
+        address = self.membership.addresses.get(worker)
+        if address is None:
+            return
+        try:
+            told = await self._client.run(
+                ran_s, list(attempts), workers=[address], asynchronous=True
+            )
+        except OSError as error:
+            log.warning("%s could not be asked for its sub-tasks: %s", worker, error)
+            return
+        seconds = {attempts[key]: s for key, s in told[address].items()}
+        self.apply(self._state.begun(seconds, time.monotonic()))
 
     async def _restart(self, worker: str) -> None:
         try:
@@ -330,7 +352,8 @@ class Scheduler:
     The workers are found by their slots, each taking as many sub-tasks as its resource
     ``rollout`` (``runner``) says; ``slots`` bounds those in flight over all of them (None: no
     bound beyond that). ``client`` is an asynchronous client of the loop the scheduler is used
-    on; None means that of the worker it runs in.
+    on; None means that of the worker it runs in. ``run`` is the launch of a run whose engines are
+    used (empty: any).
 
     Public: :meth:`start`, :meth:`stop`, :meth:`wait_for_lanes`; :meth:`schedule`,
     :meth:`get_results`, :meth:`abort_batch`, :meth:`set_slots`; ``state`` (batches, workers,
@@ -339,10 +362,15 @@ class Scheduler:
     """
 
     def __init__(
-        self, cfg: Config, slots: Optional[int] = None, client: Optional[Client] = None
+        self,
+        cfg: Config,
+        slots: Optional[int] = None,
+        client: Optional[Client] = None,
+        run: str = "",
     ) -> None:
         self._cfg = cfg
         self._client = client
+        self._run = run
         policy = SchedulePolicy.from_config(cfg.explorer)
         self._policy = replace(policy, failed_runs=cfg.monitor.record_failed)
         self.state = SchedulerState(self._policy, slots)
@@ -358,7 +386,8 @@ class Scheduler:
             return
         client = self._client or await worker_client()
         self.changes.failure = None
-        self._executor = Executor(self._cfg, self.state, client, self.lanes, self.changes)
+        parts = self.state, client, self.lanes, self.changes
+        self._executor = Executor(self._cfg, *parts, run=self._run)
         await self._executor.membership.start()
         interval_s = self._cfg.explorer.runner_state_report_interval_s
         self.watch = WorkerWatch(client, interval_s, self.lanes.learn)

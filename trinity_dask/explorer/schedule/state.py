@@ -5,7 +5,8 @@ cancelled; a worker never executes more sub-tasks than it has lanes; an event ab
 that is not out any more (it was cancelled, lost or given up) changes nothing.
 
 Two deadlines, kept apart: that of an attempt costs the attempt, and a retry still has its
-own full time; that of a batch cancels what is left of the batch.
+own full time; that of a batch cancels what is left of the batch. An attempt's time runs from when
+it was handed to its worker; where it may have waited there, the worker is asked before it is over.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Optional
 
@@ -21,6 +22,7 @@ from trinity_dask.explorer.metrics import task_metrics
 from trinity_dask.explorer.schedule.pending import Pending
 from trinity_dask.explorer.schedule.policy import (
     REPLACE,
+    Ask,
     Cancel,
     Emit,
     Instruction,
@@ -50,6 +52,7 @@ ATTEMPT_TIMEOUT = "AttemptTimeout"
 RECALLED = "Recalled"  # the error of a run that was not finished when its batch was cut off
 GROUP_DROPPED = "PartialGroupDropped"
 SPARE_DEADLINES = 64
+ASK_S = 15.0  # for a worker to say whether an attempt has begun
 
 
 class SchedulerState:
@@ -171,6 +174,20 @@ class SchedulerState:
                 self._deadlines.set(attempt_id, due)
         return []
 
+    def begun(self, ran_s: Mapping[int, Optional[float]], now: float) -> list[Instruction]:
+        """What a worker says of attempts: for how many seconds each has run; None: not begun."""
+        for attempt_id, seconds in ran_s.items():
+            attempt = self.running.get(attempt_id)
+            if attempt is None or attempt.ended:
+                continue
+            attempt.queued = seconds is None
+            limit = attempt.timeout_s + self.policy.attempt_slack_s
+            left = limit if seconds is None else limit - seconds
+            attempt.asked = left <= 0  # or it is asked again, when that is over
+            attempt.started = now if seconds is None else now - seconds
+            self._deadlines.set(attempt_id, now + max(left, 0.0))
+        return self.tick(now)
+
     def ended(self, attempt_ids: Iterable[int], now: float) -> list[Instruction]:
         """Attempts have left their workers; their lanes are free while payloads are fetched."""
         for attempt_id in attempt_ids:
@@ -266,7 +283,11 @@ class SchedulerState:
                 instructions += self._cut(batch, now)
         for attempt_id in self._deadlines.over(now):
             attempt = self.running.get(attempt_id)
-            if attempt is not None:  # not given up with a worker that was restarted
+            if attempt is not None and self._may_wait(attempt):
+                attempt.asked = True
+                self._deadlines.set(attempt_id, now + ASK_S)
+                instructions.append(Ask(attempt_id))
+            elif attempt is not None:  # not given up with a worker that was restarted
                 # it did not even report that its time was over
                 what = f"no report {attempt.timeout_s:g} s after its start; it was stopped"
                 self._out(attempt_id)
@@ -484,9 +505,15 @@ class SchedulerState:
             instructions += cancel(batch.batch_id, now, restart=True)
         return instructions
 
+    def _may_wait(self, attempt: RunningAttempt) -> bool:
+        """Whether it may not have begun: other explorers' sub-tasks use the same runners."""
+        runs = self.workers[attempt.worker].group == RUNNER
+        return runs and not attempt.ended and not attempt.asked
+
     def _may_block(self, attempt: RunningAttempt) -> bool:
         """Whether it may go on in its worker when it is cancelled."""
-        return self.workers[attempt.worker].group == RUNNER and not attempt.ended
+        runs = self.workers[attempt.worker].group == RUNNER
+        return runs and not attempt.ended and not attempt.queued
 
     def _restart(self, worker: str) -> list[Instruction]:
         """Kill a worker; what else runs there starts again elsewhere, at no cost to it."""

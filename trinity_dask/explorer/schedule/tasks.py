@@ -218,6 +218,8 @@ class RunningAttempt:
     started: float
     timeout_s: float
     ended: bool = False  # it has left its worker; only its payload is outstanding
+    asked: bool = False  # its worker, whether it has begun
+    queued: bool = False  # it had not when its worker was asked: it does nothing there yet
 
 
 @dataclass(frozen=True)

@@ -66,8 +66,9 @@ def build_engine(spec: EngineSpec) -> InferenceEngine:
     return ENGINES.get(spec.engine_type)(spec)
 
 
-async def ready_engine(timeout_s: float) -> EngineActor:
-    """This worker's engine, once it is there and lets rollouts in.
+async def ready_engine(timeout_s: float, run: str = "") -> EngineActor:
+    """This worker's engine, once it is there and lets rollouts in; where ``run`` names a launch of
+    a run, the engine of that launch.
 
     Raises:
         TimeoutError: not within ``timeout_s``.
@@ -79,6 +80,8 @@ async def ready_engine(timeout_s: float) -> EngineActor:
                 waiter = (asyncio.get_running_loop(), asyncio.Event())
                 with _actors_lock:
                     engine = _actors.get(address)
+                    if engine is not None and not engine.serves(run):
+                        engine = None
                     if engine is None:
                         _awaited.append(waiter)
                 if engine is not None:
@@ -90,8 +93,9 @@ async def ready_engine(timeout_s: float) -> EngineActor:
                     with _actors_lock, contextlib.suppress(ValueError):  # told already
                         _awaited.remove(waiter)
     except TimeoutError:
+        whose = f" of run {run}" if run else ""
         raise TimeoutError(
-            f"the engine of worker {address} did not serve within {timeout_s:g} s"
+            f"the engine{whose} at worker {address} did not serve within {timeout_s:g} s"
         ) from None
 
 
@@ -267,6 +271,10 @@ class EngineActor:
         atexit.register(self._close_at_exit)
         self._facts = {"slot": self.spec.slot, "engine": self.spec.engine_type, **facts}
         return self._facts
+
+    def serves(self, run: str) -> bool:
+        """Whether a caller of launch ``run`` may have answers; one that names none always may."""
+        return not run or not self.spec.run or run == self.spec.run
 
     async def open(self) -> None:
         """Let rollouts in: the engine holds the weights it is supposed to hold."""

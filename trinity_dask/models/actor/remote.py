@@ -37,7 +37,9 @@ def serve_engine(worker: Worker, engine: Any) -> None:
     """Answer the remote calls to ``engine``, the one of ``worker``; replaces an earlier one."""
     calls: dict[str, asyncio.Task[Any]] = {}
 
-    async def execute(call_id: str, method: str, args: list[Any]) -> dict[str, Any]:
+    async def execute(call_id: str, method: str, args: list[Any], run: str = "") -> dict[str, Any]:
+        if run and not engine.serves(run):
+            return {"status": "foreign"}
         plain = [arg.tolist() if isinstance(arg, np.ndarray) else arg for arg in args]
         task = asyncio.ensure_future(getattr(engine, method)(*plain))
         calls[call_id] = task
@@ -75,14 +77,15 @@ def serve_engine(worker: Worker, engine: Any) -> None:
 class RemoteEngine:
     """The sampling half of :class:`~trinity_dask.models.protocol.InferenceEngine`.
 
-    ``slot`` is the engine's (``engine-0``). Use it on the event loop of a Dask worker.
+    ``slot`` is the engine's (``engine-0``); ``run`` the launch that asks: the engine of another
+    one is as good as none. Use it on the event loop of a Dask worker.
     How long a request may take the engine decides. One whose answer is not there after
     ``call_timeout_s`` is asked for, and again every so many seconds: the call ends when the
     engine does not know it or does not answer that.
     """
 
-    def __init__(self, slot: str, call_timeout_s: float) -> None:
-        self.slot = slot
+    def __init__(self, slot: str, call_timeout_s: float, run: str = "") -> None:
+        self.slot, self.run = slot, run
         self.model_version = 0
         self._call_timeout_s = call_timeout_s
         self._handle: ActorHandle | None = None
@@ -135,6 +138,7 @@ class RemoteEngine:
             "call_id": call_id,
             "method": method,
             "args": [to_serialize(arg) for arg in args],
+            "run": self.run,
         }
         call = asyncio.ensure_future(exchange(pool, handle, method, CONNECT_TIMEOUT_S, message))
         try:
@@ -150,7 +154,7 @@ class RemoteEngine:
             raise
         finally:
             await ended({call})
-        if not isinstance(reply, dict) or reply.get("status") == "aborted":
+        if not isinstance(reply, dict) or reply.get("status") in ("aborted", "foreign"):
             # a worker without the handler (its engine is not there yet) answers None
             raise ActorLost(handle, method, None)
         if reply["status"] != "OK":
