@@ -6,8 +6,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from small_jobs import WAIT_S, SmallJobs, overrides
 
 from trinity_dask import Run, load_config
 from trinity_dask.launcher.job_lock import JobInUse
+from trinity_dask.run.card import keep_showing
+from trinity_dask.run.joining import leave_word
 
 ATTACH = """
 import sys, time
@@ -26,6 +30,15 @@ run = Run.attach(sys.argv[1])
 print(run.run_id, time.process_time(), "torch" in sys.modules, flush=True)
 run.close()
 """
+
+
+class Shown:
+    """Stands where IPython's display handle does; keeps the newest card."""
+
+    card = ""
+
+    def update(self, run: Run) -> None:
+        self.card = run._repr_mimebundle_()["text/html"]
 
 
 def wait_for_stage(run: Run) -> None:
@@ -55,6 +68,9 @@ def test_the_same_cell_twice_and_another_notebook(
     monkeypatch.chdir(tmp_path / "theirs")
     attached = Run.attach(run.base_dir, wait_s=120.0)  # it has only just been started
     wait_for_stage(run)
+    shown = Shown()
+    shows = threading.Thread(target=keep_showing, args=(run, shown, WAIT_S), daemon=True)
+    shows.start()
     words = [sys.executable, "-c", ATTACH, run.base_dir]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     run_id, cpu_s, torch = done.stdout.split()
@@ -70,6 +86,8 @@ def test_the_same_cell_twice_and_another_notebook(
     assert run.base_dir in repr(attached)
     attached.close()
     assert run.wait(timeout=60)["state"] == "done"
+    shows.join(60.0)  # the last card is drawn at the end, not when its time has come
+    assert "</b> done" in shown.card
     with pytest.raises(LookupError, match=r"no live run.*Run\.attach"):
         Run.current()
 
@@ -88,6 +106,25 @@ def test_who_attaches_too_early_or_elsewhere_is_told(tmp_path: Path) -> None:
     with pytest.raises(LookupError, match="does not say where its run is: it has not begun yet"):
         Run.attach(str(tmp_path), wait_s=1.2)
     assert time.monotonic() - begun >= 1.0
+
+
+def test_who_attaches_to_a_run_that_is_over_is_told_at_once(tmp_path: Path) -> None:
+    with socket.socket() as taken:  # a port at which nobody listens
+        taken.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        leave_word(str(tmp_path), "a-123456", address, None)
+        begun = time.monotonic()
+        with pytest.raises(ConnectionError, match=r"nobody listens at tcp.* it has ended"):
+            Run.attach(str(tmp_path))
+        with pytest.raises(ConnectionError, match=r"nobody listens at tcp[^,]*$"):
+            Run.attach(address)
+        assert time.monotonic() - begun < 25.0, "Dask would have tried for 30 s each"
+
+        async def cell() -> None:
+            Run.attach(str(tmp_path))
+
+        with pytest.raises(ConnectionError, match="it has ended"):
+            asyncio.run(cell())
 
 
 @pytest.mark.timeout(600)

@@ -160,7 +160,7 @@ async def _connect(pool: ConnectionPool, address: str, timeout: float) -> Any:
     try:
         while not attempt.done():
             await asyncio.wait({attempt}, timeout=PROBE_INTERVAL_S)
-            if not attempt.done() and await _refused(address):
+            if not attempt.done() and await refused(address):
                 raise ConnectionRefusedError(f"nobody listens at {address}")
     except BaseException:
         attempt.cancel()
@@ -174,7 +174,7 @@ def _give_back(pool: ConnectionPool, address: str, attempt: asyncio.Future[Any])
         pool.reuse(address, attempt.result())
 
 
-async def _refused(address: str) -> bool:
+async def refused(address: str) -> bool:
     """Whether the machine answers that nobody listens at ``tcp://host:port``."""
     if not address.startswith(("tcp://", "tls://")):
         return False

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import html
 import math
-import time
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Optional
 
 from trinity_dask.launcher.status import FINAL_STATES
@@ -81,7 +81,9 @@ def keep_showing(run: Run, handle: Any, every_s: float) -> None:
         if ended:
             return
         seen = int(status["version"])
-        time.sleep(every_s)  # not a wait for anything: the frontend is spared the steps between
+        # the frontend is spared the steps between; a saved notebook needs the end at once
+        with suppress(TimeoutError, RuntimeError):
+            run.wait(every_s)
 
 
 def _head(run: Run, status: Mapping[str, Any]) -> Iterator[str]:

@@ -8,17 +8,19 @@ is dead when the scheduler has lost its launcher, not when it does not answer.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from trinity_dask.cluster import claims
 from trinity_dask.cluster.placement import scheduler_of
-from trinity_dask.cluster.rpc import ActorHandle, ActorLost, call
+from trinity_dask.cluster.rpc import ActorHandle, ActorLost, call, refused
 from trinity_dask.config import Config, modes
 from trinity_dask.files import read_json, write_json
 from trinity_dask.launcher.status import FINAL_STATES
@@ -102,22 +104,34 @@ def connect(where: str) -> Client:
 
     Raises:
         LookupError: the directory holds no word of a run, or there is none.
-        OSError: nobody answers (any more).
+        OSError: nobody answers (any more); at once where nobody listens.
     """
     from distributed import Client
 
     from trinity_dask.cluster.tls import load_certificate
 
-    if not Path(where).is_dir():
-        if "://" not in where and os.sep in where:
-            raise LookupError(f"there is no directory {where}, and so no run of it (yet)")
-        return Client(where, set_as_default=False)
-    word = read_json(Path(where) / WHERE)
-    if word is None:
-        raise LookupError(f"{where} does not say where its run is: it has not begun yet")
-    certificate = word["certificate"]
+    address, certificate, hint = where, None, ""
+    if Path(where).is_dir():
+        word = read_json(Path(where) / WHERE)
+        if word is None:
+            raise LookupError(f"{where} does not say where its run is: it has not begun yet")
+        address, certificate = word["scheduler"], word["certificate"]
+        hint = (
+            f", where the newest run of {where} was: it has ended, or its machine is out of reach. "
+            "trinity_dask.rollouts(...) and trinity-dask view show what a run has left"
+        )
+    elif "://" not in where and os.sep in where:
+        raise LookupError(f"there is no directory {where}, and so no run of it (yet)")
     security = None if certificate is None else load_certificate(Path(certificate))
-    return Client(word["scheduler"], security=security, set_as_default=False)
+    try:
+        # Dask would try for half a minute; what listens for TLS would warn of a mere look
+        if not address.startswith("tls://"):
+            with ThreadPoolExecutor(1) as apart:  # this thread may have a loop: a notebook's cell
+                if apart.submit(asyncio.run, refused(address)).result():
+                    raise ConnectionRefusedError(f"nobody listens at {address}")
+        return Client(address, security=security, set_as_default=False)
+    except OSError as error:
+        raise ConnectionError(f"{error}{hint}") from error
 
 
 def find(where: str, name: Optional[str] = None) -> tuple[Entry, Client]:
