@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,7 @@ from cluster_actors import Control, Counter, quick, wait_for_cancel
 from distributed import Client, LocalCluster, Worker
 
 from trinity_dask.cluster import ClusterError, RunCluster, call, open_cluster, start_actor
+from trinity_dask.cluster.placement import LEAVING, TOPIC
 from trinity_dask.cluster.slots import slot_resource
 from trinity_dask.config.schema import Config, GroupConfig
 
@@ -175,6 +177,38 @@ def test_workers_added_by_hand_have_their_role_and_end_with_a_signal(
         processes[0].send_signal(signal.SIGTERM)
         processes[1].send_signal(signal.SIGINT)
         assert [p.wait(WAIT_S) for p in processes] == [130, 130]
+
+
+def test_sigterm_to_every_process_of_a_worker_by_hand_lets_it_hand_back(tmp_path: Path) -> None:
+    """As Slurm sends it. The run hears that it leaves while its worker is still there."""
+    command = [sys.executable, "-m", "trinity_dask", "worker"]
+    heard: list[tuple[str, str]] = []
+    with (
+        LocalCluster(n_workers=0, dashboard_address=ANY_PORT) as empty,
+        Client(empty) as client,
+        subprocess.Popen(
+            [*command, empty.scheduler_address, "--group", "rollout", "--index", "0"],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            cwd=tmp_path,
+            start_new_session=True,
+        ) as process,
+    ):
+        try:
+            client.wait_for_workers(1, WAIT_S)
+            (address,) = client.scheduler_info()["workers"]
+            tree = [psutil.Process(process.pid)]
+            tree += tree[0].children(recursive=True)
+            assert len(tree) > 1
+            for each in tree:
+                with suppress(psutil.NoSuchProcess):
+                    each.terminate()
+            assert process.wait(WAIT_S) == 130
+            events = client.get_events(TOPIC)
+            heard += [(e["action"], e["worker"]) for _, e in events if "worker" in e]
+            assert heard.index((LEAVING, address)) < heard.index(("remove-worker", address))
+            assert psutil.wait_procs(tree, timeout=WAIT_S)[1] == []
+        finally:
+            process.kill()
 
 
 def start_worker(script: Path, address: str, group: str, job: Path) -> subprocess.Popen[bytes]:
